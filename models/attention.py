@@ -1,0 +1,204 @@
+"""Attention, and the contexts that decide what a query may see.
+
+Legend: B rows, T tokens, N query blocks, Q queries of a block, C keys of a block, H query heads, K kv heads, h head dim,
+P pages, W key blocks.
+
+There is one computation, `attend_blocks`: blocks of queries, each with its own list of keys *in path order* (position 0
+first), cut at multiples of KEY_BLOCK. The engine reads the lists from its page pool, the trainer from its row. The sum
+over keys runs inside a key block in list order and then over key blocks in order, so a token's result has the same bits
+whoever asks, whatever shares its block and however far the list is padded.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from models.layers import accumulator, dot, published
+
+KEY_BLOCK = 128
+"""keys summed in one product; a key's place in its list fixes its block"""
+SCORES_PER_CHUNK = {"cpu": 1 << 19}
+"""score elements computed at a time: on a CPU they should stay in cache; other platforms: 2^27"""
+COLUMNS = 64
+"""float32 products have bits independent of rows and of zeros between keys where their columns are a multiple (CPU)"""
+MASKED = -1e30
+
+Array = jax.Array | np.ndarray
+"""made by the host as numpy, seen by the device as jax.Array"""
+
+
+class Context(Protocol):
+    """What a layer sees of the rest of the world."""
+
+    def attend(self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """q `[..., T, H, h]`, k and v `[..., T, K, h]`, rotated -> `[..., T, H * h]`."""
+        ...
+
+
+def attend_blocks(
+    q_NQHh: jax.Array, k_KNCh: jax.Array, v_KNCh: jax.Array, visible_NQC: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Softmax attention of N blocks of Q queries over C listed keys each -> `[N, Q, H * h]`.
+
+    C is a multiple of KEY_BLOCK; every query sees at least one key.
+    """
+    N, Q, H, h = q_NQHh.shape
+    K, _, C, _ = k_KNCh.shape
+    W, G = C // KEY_BLOCK, H // K
+    if Q * G == 1:  # a product of one row takes another path, with other bits
+        twice = attend_blocks(
+            jnp.repeat(q_NQHh, 2, axis=1), k_KNCh, v_KNCh, jnp.repeat(visible_NQC, 2, axis=1), dtype
+        )
+        return twice[:, :1]
+    q = (q_NQHh * h**-0.5).reshape(N, Q, K, G, h).transpose(2, 0, 3, 1, 4).reshape(K, N, 1, G * Q, h)
+    k = k_KNCh.reshape(K, N, W, KEY_BLOCK, h)
+    v = v_KNCh.reshape(K, N, W, KEY_BLOCK, h).astype(accumulator(dtype))
+    scores = dot("knwmh,knwch->knwmc", jnp.broadcast_to(q, (K, N, W, G * Q, h)), k, dtype)
+    seen = visible_NQC.reshape(N, Q, W, KEY_BLOCK).transpose(0, 2, 1, 3)[None, :, :, None]
+    scores = jnp.where(
+        jnp.broadcast_to(seen, (K, N, W, G, Q, KEY_BLOCK)), scores.reshape(K, N, W, G, Q, KEY_BLOCK), MASKED
+    ).reshape(K, N, W, G * Q, KEY_BLOCK)
+    top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True).max(axis=2, keepdims=True))
+    p = jnp.exp(scores - jnp.broadcast_to(top, scores.shape))
+    # The denominator is one more column of v, so that it is summed exactly as the numerators are; the zeros make it a width
+    # at which the place of masked keys does not matter.
+    ones, zeros = jnp.ones((*v.shape[:-1], 1), v.dtype), jnp.zeros((*v.shape[:-1], -(h + 1) % COLUMNS), v.dtype)
+    v = jnp.concatenate([v, ones, zeros], axis=-1)
+    parts = dot("knwmc,knwch->knwmh", p, v, v.dtype)
+    total = parts[:, :, 0]
+    for block in range(1, W):
+        total = total + parts[:, :, block]
+    out = total[..., :h] / jnp.broadcast_to(total[..., h : h + 1], (*total.shape[:-1], h))
+    return out.reshape(K, N, G, Q, h).transpose(1, 3, 0, 2, 4).reshape(N, Q, H * h)
+
+
+def blocks_per_chunk(num_blocks: int, scores_per_block: int) -> int:
+    """The largest divisor of `num_blocks` whose scores fit SCORES_PER_CHUNK (at least 1)."""
+    limit = SCORES_PER_CHUNK.get(jax.default_backend(), 1 << 27)
+    fitting = (n for n in range(num_blocks, 0, -1) if num_blocks % n == 0 and n * scores_per_block <= limit)
+    return next(fitting, 1)
+
+
+def map_chunks(function, live_N: jax.Array, scores_per_block: int, *arrays: jax.Array) -> jax.Array:
+    """`function` over the leading dim N of `arrays`, a few blocks at a time; each chunk is recomputed in the backward.
+
+    Chunks without a live block give zeros and cost nothing.
+    """
+    N = live_N.shape[0]
+    chunk = blocks_per_chunk(N, scores_per_block)
+    if chunk == N:
+        return function(*arrays)
+    out = jax.eval_shape(function, *(jax.ShapeDtypeStruct((chunk, *a.shape[1:]), a.dtype) for a in arrays))
+
+    @jax.checkpoint
+    def some(parts: tuple[jax.Array, ...]) -> jax.Array:
+        live, *rest = parts
+        return jax.lax.cond(live.any(), lambda *args: function(*args), lambda *args: jnp.zeros_like(out), *rest)
+
+    chunks = tuple(array.reshape(N // chunk, chunk, *array.shape[1:]) for array in (live_N, *arrays))
+    return jax.lax.map(some, chunks).reshape(N, *out.shape[1:])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ForestBlocks:
+    """Which queries and keys of a row of tries form which block; made by `rl.forest`. An index of T means nothing."""
+
+    end: Array
+    """int32 [B, T]: where the subtree of v ends; u attends to v iff v <= u < end[v]"""
+    query: Array
+    """int32 [B, N, Q]: row places of a block's queries"""
+    key: Array
+    """int32 [B, N, C]: row places of a block's keys; those in key block w have depths in [w, w + 1) * KEY_BLOCK"""
+    slot: Array
+    """int32 [B, T]: where token t stands in the flattened [N * Q] (0 for padding)"""
+
+
+@dataclass(frozen=True)
+class ForestContext:
+    """Each token sees its ancestors in its trie, and itself."""
+
+    blocks: ForestBlocks
+    dtype: DTypeLike
+
+    def attend(self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        # Rounded as the page pool rounds them, but kept wide so that gradients of shared keys add up in float32.
+        k, v = published(k, self.dtype), published(v, self.dtype)
+        B, T, H, h = q.shape
+        N, Q = self.blocks.query.shape[1:]
+        C = self.blocks.key.shape[-1]
+        k, v = k.reshape(B, T, -1), v.reshape(B, T, -1)
+        end = jnp.pad(self.blocks.end, ((0, 0), (0, 1)))  # the place T is never visible
+
+        @jax.vmap
+        def row(end, q, k, v, query, key):
+            visible = (key[:, None, :] <= query[:, :, None]) & (query[:, :, None] < end[key][:, None, :])
+            keys, values = (
+                jnp.take(pool, key, axis=0, mode="clip").reshape(*key.shape, -1, h).transpose(2, 0, 1, 3)
+                for pool in (k, v)
+            )
+            return attend_blocks(jnp.take(q, query, axis=0, mode="clip"), keys, values, visible, self.dtype)
+
+        def some(query_NBQ: jax.Array, key_NBC: jax.Array) -> jax.Array:
+            return row(end, q, k, v, query_NBQ.swapaxes(0, 1), key_NBC.swapaxes(0, 1)).swapaxes(0, 1)
+
+        query_NBQ, key_NBC = self.blocks.query.swapaxes(0, 1), self.blocks.key.swapaxes(0, 1)
+        live = (query_NBQ < T).any(axis=(1, 2))
+        out = map_chunks(some, live, B * Q * H * C, query_NBQ, key_NBC).swapaxes(0, 1).reshape(B, N * Q, H * h)
+        return jnp.take_along_axis(out, self.blocks.slot[..., None], axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PagedBlocks:
+    """Where a flat mix of tokens of many sequences is written, and which pages each query block reads."""
+
+    page: Array
+    """int32 [T]: page that token t is written to (0: the trash page)"""
+    offset: Array
+    """int32 [T]: place in that page"""
+    query: Array
+    """int32 [N, Q]: tokens of a block, all of one sequence"""
+    position: Array
+    """int32 [N, Q]: their positions; -1 for padding"""
+    table: Array
+    """int32 [N, C / page size]: pages of the block's sequence, in order"""
+    slot: Array
+    """int32 [T]: where token t stands in the flattened [N * Q]"""
+
+
+class PagedContext:
+    """Writes each layer's keys and values into the page pool, then attends to the pages. Unrolled layers only.
+
+    `pool` is a list over layers of (keys, values), each `[K, P, page size, h]`; after the forward it is the new pool.
+    """
+
+    def __init__(self, pool: list[tuple[jax.Array, jax.Array]], blocks: PagedBlocks, dtype: DTypeLike):
+        self.pool = list(pool)
+        self.blocks = blocks
+        self.dtype = dtype
+
+    def attend(self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        assert isinstance(layer, int), "the page pool is a list over layers: unroll the model"
+        blocks = self.blocks
+        _, H, h = q.shape
+        keys, values = (
+            pool.at[:, blocks.page, blocks.offset].set(published(new, self.dtype).astype(pool.dtype).transpose(1, 0, 2))
+            for pool, new in zip(self.pool[layer], (k, v), strict=True)
+        )
+        self.pool[layer] = keys, values
+        (N, Q), (K, _, page_size, _) = blocks.query.shape, keys.shape
+        C = blocks.table.shape[-1] * page_size
+
+        def some(query: jax.Array, position: jax.Array, table: jax.Array) -> jax.Array:
+            visible = jnp.arange(C)[None, None, :] <= position[:, :, None]
+            listed = (jnp.take(pool, table, axis=1).reshape(K, -1, C, h) for pool in (keys, values))
+            return attend_blocks(jnp.take(q, query, axis=0), *listed, visible, self.dtype)
+
+        live = (blocks.position >= 0).any(axis=1)
+        out = map_chunks(some, live, Q * H * C, blocks.query, blocks.position, blocks.table)
+        return jnp.take(out.reshape(N * Q, -1), blocks.slot, axis=0)

@@ -1,0 +1,143 @@
+"""Products, norms and rotary positions, each written once for trainer and engine.
+
+Legend: T tokens, D model, h head dim.
+
+A token's bits must not depend on its company, so: products take `dtype` operands (bfloat16 by default) and accumulate and
+*return* float32, everything else is float32. models/README.md says what was measured.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from models.config import ModelConfig
+
+
+def accumulator(dtype: DTypeLike) -> np.dtype:
+    """The dtype in which sums, norms and the residual stream live when operands have `dtype`."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def dot(spec: str, x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`einsum(spec, x, w)` with operands rounded to `dtype`, accumulated and returned in `accumulator(dtype)`.
+
+    Its gradient rounds the cotangent to `dtype` and returns float32 products in the dtypes of `x` and `w`, so that the
+    backward products stay on the same fast path and master weights get unrounded gradients.
+    """
+    return _dot(spec, x, w, np.dtype(dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _dot(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
+    precision = None if dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
+    return jnp.einsum(
+        spec, x.astype(dtype), w.astype(dtype), precision=precision, preferred_element_type=accumulator(dtype)
+    )
+
+
+def _dot_forward(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype):
+    return _dot(spec, x, w, dtype), (x, w)
+
+
+def _dot_backward(spec: str, dtype: np.dtype, saved: tuple[jax.Array, jax.Array], g: jax.Array):
+    x, w = saved
+    operands, out = spec.split("->")
+    left, right = operands.split(",")
+    dx = _dot(f"{out},{right}->{left}", g, w, dtype)
+    dw = _dot(f"{left},{out}->{right}", x, g, dtype)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+_dot.defvjp(_dot_forward, _dot_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _round(x: jax.Array, exponent_bits: int, mantissa_bits: int) -> jax.Array:
+    return jax.lax.reduce_precision(x, exponent_bits, mantissa_bits)
+
+
+def _round_forward(x: jax.Array, exponent_bits: int, mantissa_bits: int):
+    return _round(x, exponent_bits, mantissa_bits), None
+
+
+def _round_backward(exponent_bits: int, mantissa_bits: int, saved: None, g: jax.Array):
+    return (g,)
+
+
+_round.defvjp(_round_forward, _round_backward)
+
+
+def published(w: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`w` rounded to `dtype` but kept in `accumulator(dtype)`; the gradient passes straight through.
+
+    `reduce_precision`, not a pair of casts: XLA is free to drop a pair of casts.
+    """
+    info = jnp.finfo(dtype)
+    return _round(w.astype(accumulator(dtype)), info.nexp, info.nmant)
+
+
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sum over the last dim in an order that the shape alone fixes: tiles of at most 128, then tiles of the tiles' sums.
+
+    A plain sum's order changes with the number of rows (measured on CPU); a product with ones of a fixed depth does not.
+    """
+    n = x.shape[-1]
+    tile = max((t for t in range(64, 129) if n % t == 0), default=128) if n > 128 else n
+    if n % tile:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % tile)])
+    tiles = x.reshape(-1, tile)
+    sums = dot("nt,tc->nc", tiles, jnp.ones((tile, 8), x.dtype), x.dtype)[:, 0].reshape(*x.shape[:-1], -1)
+    return sums[..., 0] if sums.shape[-1] == 1 else row_sum(sums)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale over the last dim, in x's dtype (Zhang and Sennrich, arXiv 1910.07467).
+
+    D stands outside the root: a product before the sum with eps might be contracted with it in one program and not in another.
+    """
+    D = x.shape[-1]
+    inverse = jax.lax.rsqrt(row_sum(x * x) + D * eps)[..., None]
+    return x * (inverse * D**0.5) * jnp.broadcast_to(scale, x.shape)
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+    """Inverse wavelengths `[h / 2]` in radians per position, with Llama 3's scaling where the config has it."""
+    h = config.head_dim
+    freq = 1.0 / config.rope_theta ** (np.arange(0, h, 2, dtype=np.float64) / h)
+    if (scaling := config.rope_scaling) is not None:
+        wavelength = 2 * np.pi / freq
+        low = scaling.original_max_position / scaling.low_freq_factor
+        high = scaling.original_max_position / scaling.high_freq_factor
+        smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        mixed = (1 - smooth) * freq / scaling.factor + smooth * freq
+        freq = np.where(wavelength > low, freq / scaling.factor, np.where(wavelength < high, freq, mixed))
+    return freq
+
+
+def rope_tables(config: ModelConfig, positions: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """cos and sin `[..., T, h]` (each half repeated, the sine's first one negated) at integer `positions [..., T]`."""
+    accum = accumulator(dtype)
+    frequencies = jnp.asarray(rope_frequencies(config), accum).reshape((1,) * positions.ndim + (-1,))
+    angle = positions[..., None].astype(accum) * frequencies
+    cos, sin = _exact_factor(jnp.cos(angle), dtype), _exact_factor(jnp.sin(angle), dtype)
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+
+
+def _exact_factor(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Twelve significant bits where operands are 16-bit: products of two such are exact in float32, so the sum of two
+    products has the same bits whether or not the compiler contracts it (measured: it does so in some programs only)."""
+    return _round(x, 8, 11) if np.dtype(dtype).itemsize == 2 else x
+
+
+def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array], dtype: DTypeLike) -> jax.Array:
+    """Rotary positions on heads `[..., T, H, h]` (Su et al., arXiv 2104.09864; first half paired with second half)."""
+    x = _exact_factor(x, dtype)
+    cos, sin = (jnp.broadcast_to(table[..., None, :], x.shape) for table in tables)
+    half = x.shape[-1] // 2
+    swapped = jnp.concatenate([x[..., half:], x[..., :half]], axis=-1)
+    return x * cos + swapped * sin

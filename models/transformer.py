@@ -1,0 +1,167 @@
+"""The one decoder that trainer and engine share: Llama and Qwen3, dense.
+
+Legend: T tokens, D model, H query heads, K kv heads, h head dim, F ffn, V vocab.
+
+The forward is written over a token dim and never knows who calls it: each layer hands q, k, v to an attention context.
+Weights are described once, by `weight(...)` in the modules; parameters are a flat dict from dotted names to arrays.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from models.attention import Context
+from models.config import ModelConfig
+from models.layers import dot, published, rms_norm, rope_tables, rotate
+from sharding.rules import Weight
+
+REMAT = {
+    "none": None,
+    "block": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+}
+"""what a layer's backward finds saved: everything, only the layer's input, or also the results of its products"""
+
+Params = Mapping[str, jax.Array]
+
+
+def weight(shape: tuple[int, ...], dims: tuple[str, ...], init: float) -> nnx.Param:
+    """A parameter that so far is only its description."""
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), description=Weight(shape, dims, init))
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and gated feed-forward."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike):
+        D, H, K, h, F = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim, config.ffn_dim
+        self.eps, self.dtype = config.norm_eps, dtype
+        deep = (2 * config.num_layers) ** -0.5  # residual branches start smaller the deeper the model (GPT-2)
+        self.attn_norm = weight((D,), ("norm",), 0)
+        self.q = weight((D, H, h), ("embed", "heads", "head_dim"), D**-0.5)
+        self.k = weight((D, K, h), ("embed", "kv_heads", "head_dim"), D**-0.5)
+        self.v = weight((D, K, h), ("embed", "kv_heads", "head_dim"), D**-0.5)
+        self.o = weight((H, h, D), ("heads", "head_dim", "embed"), (H * h) ** -0.5 * deep)
+        if config.qk_norm:
+            self.q_norm = weight((h,), ("norm",), 0)
+            self.k_norm = weight((h,), ("norm",), 0)
+        self.mlp_norm = weight((D,), ("norm",), 0)
+        self.gate = weight((D, F), ("embed", "ffn"), D**-0.5)
+        self.up = weight((D, F), ("embed", "ffn"), D**-0.5)
+        self.down = weight((F, D), ("ffn", "embed"), F**-0.5 * deep)
+
+    def norm(self, x: jax.Array, scale: nnx.Param) -> jax.Array:
+        return rms_norm(x, published(scale[...], self.dtype), self.eps)
+
+    def project(self, x: jax.Array, w: nnx.Param) -> jax.Array:
+        """`[..., D] x [D, ...]`, as one product of matrices."""
+        array = w[...]
+        out = dot("td,df->tf", x.reshape(-1, x.shape[-1]), array.reshape(array.shape[0], -1), self.dtype)
+        return out.reshape(*x.shape[:-1], *array.shape[1:])
+
+    def attention(self, layer, x: jax.Array, rope: tuple[jax.Array, jax.Array], context: Context) -> jax.Array:
+        y = self.norm(x, self.attn_norm)
+        q, k, v = self.project(y, self.q), self.project(y, self.k), self.project(y, self.v)
+        if hasattr(self, "q_norm"):
+            q, k = self.norm(q, self.q_norm), self.norm(k, self.k_norm)
+        out = context.attend(layer, rotate(q, rope, self.dtype), rotate(k, rope, self.dtype), v)
+        w = self.o[...]
+        return dot("te,ed->td", out.reshape(-1, out.shape[-1]), w.reshape(-1, w.shape[-1]), self.dtype).reshape(x.shape)
+
+    def mlp(self, x: jax.Array) -> jax.Array:
+        y = self.norm(x, self.mlp_norm)
+        return self.project(jax.nn.silu(self.project(y, self.gate)) * self.project(y, self.up), self.down)
+
+    def __call__(self, layer, x: jax.Array, rope: tuple[jax.Array, jax.Array], context: Context) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = x + self.attention(layer, x, rope, context)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(x)
+
+
+class Transformer(nnx.Module):
+    """Token ids to final hidden states; `logits` gives the head's products.
+
+    Args:
+        stacked: one block whose weights carry a leading layer dim, scanned with `remat` (trainer), or a list of blocks,
+            unrolled (engine: slicing stacked weights inside a decode loop copies them).
+    """
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, stacked: bool, remat: str = "none"):
+        D, V = config.model_dim, config.vocab_size
+        if remat not in REMAT:
+            raise ValueError(f"remat: {remat!r} is unknown; use one of {sorted(REMAT)}")
+        self.config, self.dtype, self.remat = config, dtype, remat
+        self.embed = weight((V, D), ("vocab", "embed"), D**-0.5)
+        if stacked:
+            self.blocks = Block(config, dtype)
+        else:
+            self.blocks = nnx.List([Block(config, dtype) for _ in range(config.num_layers)])
+        self.norm = weight((D,), ("norm",), 0)
+        if not config.tied_head:
+            self.head = weight((D, V), ("embed", "vocab"), D**-0.5)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, context: Context) -> jax.Array:
+        """tokens and positions int32 `[..., T]` -> normalised hidden states `[..., T, D]`."""
+        rope = rope_tables(self.config, positions, self.dtype)
+        x = published(jnp.take(self.embed[...], tokens, axis=0), self.dtype)
+        if isinstance(self.blocks, nnx.List):
+            for layer, block in enumerate(self.blocks):
+                x = block(layer, x, rope, context)
+        else:
+            definition, weights = nnx.split(self.blocks)
+
+            def body(x, scanned):
+                layer, state = scanned
+                return nnx.merge(definition, state)(layer, x, rope, context), None
+
+            if (policy := REMAT[self.remat]) is not None:
+                body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+            x, _ = jax.lax.scan(body, x, (jnp.arange(self.config.num_layers), weights))
+        return rms_norm(x, published(self.norm[...], self.dtype), self.config.norm_eps)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states `[T, D]` -> `[T, V]`."""
+        if self.config.tied_head:
+            return dot("td,vd->tv", hidden, self.embed[...], self.dtype)
+        return dot("td,dv->tv", hidden, self.head[...], self.dtype)
+
+
+def _named(model: Transformer) -> list[tuple[str, tuple, nnx.Param]]:
+    flat: Any = nnx.to_flat_state(nnx.state(model))
+    return [(".".join(map(str, path)), path, variable) for path, variable in flat]
+
+
+def describe(config: ModelConfig, stacked: bool = True) -> dict[str, Weight]:
+    """Every weight of the model by name; stacked blocks carry a leading `layer` dim."""
+    weights = {}
+    for name, _, variable in _named(Transformer(config, jnp.float32, stacked)):
+        description: Weight = variable.get_metadata()["description"]
+        if stacked and name.startswith("blocks."):
+            description = dataclasses.replace(
+                description, shape=(config.num_layers, *description.shape), dims=("layer", *description.dims)
+            )
+        weights[name] = description
+    return weights
+
+
+class Definition:
+    """The model without its weights; `bind(params)` inside a jitted function gives a callable Transformer."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, stacked: bool, remat: str = "none"):
+        model = Transformer(config, dtype, stacked, remat)
+        self.config, self.dtype = config, dtype
+        self.weights = describe(config, stacked)
+        self._graph = nnx.graphdef(model)
+        self._named = _named(model)
+
+    def bind(self, params: Params) -> Transformer:
+        """A Transformer over these arrays (traced or real). Names must match exactly."""
+        assert params.keys() == self.weights.keys(), sorted(params.keys() ^ self.weights.keys())
+        state: Any = nnx.from_flat_state([(path, variable.replace(params[name])) for name, path, variable in self._named])
+        return nnx.merge(self._graph, state)

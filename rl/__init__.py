@@ -1,0 +1,1 @@
+"""Reinforcement learning of agents: environments, rollouts, message graph, losses, forest, trainer, publishing."""

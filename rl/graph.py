@@ -1,0 +1,235 @@
+"""The message graph: the only record of an episode, and what training reads.
+
+A node holds the ids that it adds to its parent's path; a branch is a root-to-leaf view. Rules:
+
+* `extend(ids)`: a request whose rendered ids extend a path token for token continues it; otherwise it forks from the
+  last node boundary before the first difference. Nodes are never split, so a fork repeats the ids of the node in which
+  it diverges, as prompt ids (mask 0): rewritten history is not trained on. Retried and abandoned nodes are closed.
+* `add_completion` commits what the engine sampled, after asserting that the path is what the engine was given, that the
+  number of log-probs is the sum of the mask, and that versions do not decrease along the path.
+* One request id is one node: a repeated commit returns the node there is.
+* A branch ends at each sampled node from which no other sampled node descends. A sampled token on n branches weighs 1/n
+  on each, so that it is trained once, and the weights add up to the count of sampled tokens.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from rl.environments import Message, Reward
+from rl.records import Branch, Call, Episode, EpisodeStatus, FinishReason, Node, NodeStatus
+
+SCHEMA = 1
+
+
+class Graph:
+    """Nodes and calls of one episode, in the order in which they were committed."""
+
+    def __init__(self, episode: Episode, calls: Sequence[Call] = (Call(id=0),)) -> None:
+        self.episode = episode
+        self.calls = list(calls)
+        self.nodes: list[Node] = []
+        self._requests: dict[str, int] = {}
+
+    def path(self, node_id: int | None) -> list[int]:
+        """Node ids from the root to this node."""
+        path: list[int] = []
+        while node_id is not None:
+            path.append(node_id)
+            node_id = self.nodes[node_id].parent
+        return path[::-1]
+
+    def path_ids(self, node_id: int | None) -> list[int]:
+        """Token ids from the root to the end of this node."""
+        return [token for i in self.path(node_id) for token in self.nodes[i].ids]
+
+    def completion(self, request_id: str) -> Node | None:
+        """The node of a request that was committed before."""
+        found = self._requests.get(request_id)
+        return None if found is None else self.nodes[found]
+
+    def extend(
+        self,
+        ids: Sequence[int],
+        *,
+        messages: Sequence[Message] = (),
+        kind: Literal["prompt", "tool", "summary"] = "prompt",
+        call: int = 0,
+    ) -> int:
+        """The node whose path is exactly these ids: found, or added as continuation or fork (module docstring).
+
+        `messages` and `kind` describe what is added; they are not used when the path is there already.
+        """
+        if not ids:
+            raise ValueError("ids: a request needs at least one token")
+        ids = tuple(int(token) for token in ids)
+        length, parent = self._longest(ids)
+        if parent is not None and length == len(ids):
+            return parent
+        node = Node(
+            id=len(self.nodes),
+            parent=parent,
+            call=call,
+            kind=kind,
+            ids=ids[length:],
+            mask=(False,) * (len(ids) - length),
+            messages=tuple(messages),
+        )
+        return self._commit(node)
+
+    def add_completion(
+        self,
+        parent: int,
+        *,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        logprobs_full: Sequence[float],
+        versions: Sequence[int],
+        temperature: float,
+        finish_reason: FinishReason,
+        message: Message,
+        cached_tokens: int = 0,
+        call: int = 0,
+    ) -> int:
+        """Commits what the engine sampled after `prompt_ids`, and returns its node.
+
+        The same request id again returns the first node. A completion of no tokens has nothing to commit.
+        AssertionError when the record would break a rule; ValueError for a greedy completion of a trainable call, or
+        for a request id used for something else.
+        """
+        if temperature <= 0 and self.calls[call].trainable:
+            raise ValueError(
+                "temperature: greedy samples have no sampling distribution to train on; sample with a temperature "
+                "above 0, or record the call as not trainable"
+            )
+        known = self.completion(request_id)
+        if known is not None:
+            if known.parent != parent or known.ids != tuple(ids):
+                raise ValueError(f"request_id: {request_id!r} already names another completion; give each its own id")
+            return known.id
+        assert self.path_ids(parent) == list(prompt_ids), "the path is not what the engine was given"
+        return self._commit(
+            Node(
+                id=len(self.nodes),
+                parent=parent,
+                call=call,
+                kind="sampled",
+                ids=tuple(int(token) for token in ids),
+                mask=(True,) * len(ids),
+                messages=(message,),
+                status="live" if finish_reason == "stop" else "cut",
+                logprobs=tuple(float(np.float32(x)) for x in logprobs),
+                logprobs_full=tuple(float(np.float32(x)) for x in logprobs_full),
+                versions=tuple(int(version) for version in versions),
+                temperature=float(temperature),
+                finish_reason=finish_reason,
+                cached_tokens=cached_tokens,
+                request_id=request_id,
+            )
+        )
+
+    def mark(self, node_id: int, status: NodeStatus) -> None:
+        """Changes a node's status; retried and abandoned nodes leave every branch, with all that follows them."""
+        self.nodes[node_id] = dataclasses.replace(self.nodes[node_id], status=status)
+
+    def finish(self, status: EpisodeStatus, *, rewards: Sequence[Reward] = (), **changes: Any) -> None:
+        """Closes the episode; `changes` are further fields of Episode."""
+        self.episode = dataclasses.replace(self.episode, status=status, rewards=tuple(rewards), **changes)
+
+    def branches(self, advantage: float = 0.0) -> list[Branch]:
+        """Root-to-leaf views, in the order of their leaves; `advantage` is put on every sampled token."""
+        kept = [all(self._open(i) for i in self.path(node.id)) for node in self.nodes]
+        sampled = [node.id for node in self.nodes if kept[node.id] and any(node.mask)]
+        inner = {i for leaf in sampled for i in self.path(leaf)[:-1]}
+        paths = [self.path(leaf) for leaf in sampled if leaf not in inner]
+        passing = [sum(node.id in path for path in paths) for node in self.nodes]
+        return [self._branch(path, passing, advantage) for path in paths]
+
+    def _branch(self, path: list[int], passing: list[int], advantage: float) -> Branch:
+        nodes = [self.nodes[i] for i in path]
+        mask = np.array([sampled for node in nodes for sampled in node.mask], bool)
+        share = [self.calls[node.call].trainable / passing[node.id] for node in nodes]
+
+        def spread(values: list[float] | list[int], fill: float, dtype: type) -> np.ndarray:
+            out = np.full(len(mask), fill, dtype)
+            out[mask] = np.array(values, dtype)
+            return out
+
+        counts = [sum(node.mask) for node in nodes]
+        return Branch(
+            node_ids=tuple(path),
+            ids=np.array([token for node in nodes for token in node.ids], np.int32),
+            mask=mask,
+            logprobs=spread([x for node in nodes for x in node.logprobs], 0, np.float32),
+            logprobs_full=spread([x for node in nodes for x in node.logprobs_full], 0, np.float32),
+            versions=spread([x for node in nodes for x in node.versions], -1, np.int32),
+            temperatures=spread([node.temperature or 0.0 for node in nodes for _ in node.logprobs], 1, np.float32),
+            advantages=spread([advantage] * sum(counts), 0, np.float32),
+            weights=spread([x for x, count in zip(share, counts, strict=True) for _ in range(count)], 0, np.float32),
+        )
+
+    def _open(self, node_id: int) -> bool:
+        return self.nodes[node_id].status in ("live", "cut")
+
+    def _longest(self, ids: tuple[int, ...]) -> tuple[int, int | None]:
+        """(number of ids, node) of the longest open path that `ids` begins with.
+
+        Of equal ones that with more sampled ids, then the oldest.
+        """
+        best: tuple[int, int, int | None] = (0, 0, None)
+        ends: dict[int | None, tuple[int, int]] = {None: (0, 0)}  # node -> (ids, sampled ids) on its path
+        for node in self.nodes:  # parents come before their children
+            if node.parent not in ends or not self._open(node.id):
+                continue
+            begin, sampled = ends[node.parent]
+            end = begin + len(node.ids)
+            if ids[begin:end] == node.ids:
+                ends[node.id] = (end, sampled + sum(node.mask))
+                if ends[node.id] > best[:2]:
+                    best = (*ends[node.id], node.id)
+        return best[0], best[2]
+
+    def _commit(self, node: Node) -> int:
+        """Adds a node after checking the rules of records.md that can be seen from here."""
+        count = sum(node.mask)
+        assert node.id == len(self.nodes) and node.call < len(self.calls), "node or call out of order"
+        assert node.ids and len(node.ids) == len(node.mask), "the mask must be as long as the ids, which are not empty"
+        assert len(node.logprobs) == len(node.logprobs_full) == len(node.versions) == count, (
+            f"{count} ids were sampled, with {len(node.logprobs)} and {len(node.logprobs_full)} log-probs and "
+            f"{len(node.versions)} versions"
+        )
+        assert all(math.isfinite(x) for x in (*node.logprobs, *node.logprobs_full)), "a log-prob is not finite"
+        seen = [version for i in self.path(node.parent) for version in self.nodes[i].versions]
+        stream = [*seen, *node.versions]
+        assert stream == sorted(stream), f"versions decrease: {stream}"
+        assert all(version >= 0 for version in node.versions), f"a sampled id has no version: {node.versions}"
+        self.nodes.append(node)
+        if node.request_id is not None:
+            self._requests[node.request_id] = node.id
+        return node.id
+
+    def to_json(self) -> str:
+        """The whole record as one line of JSON; float32 values come back bit for bit."""
+        parts = {"calls": self.calls, "nodes": self.nodes}
+        body = {name: [dataclasses.asdict(item) for item in items] for name, items in parts.items()}
+        return json.dumps({"schema": SCHEMA, "episode": dataclasses.asdict(self.episode), **body}, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> "Graph":
+        """Reads what to_json wrote, through the same checks. ValueError for another schema."""
+        record = json.loads(text)
+        if record["schema"] != SCHEMA:
+            raise ValueError(f"schema: this record has {record['schema']}, this code reads {SCHEMA}; use its own code")
+        episode: dict[str, Any] = record["episode"]
+        episode["rewards"] = tuple(Reward(**reward) for reward in episode["rewards"])
+        graph = Graph(Episode(**episode), [Call(**call) for call in record["calls"]])
+        for values in record["nodes"]:
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            graph._commit(Node(**fields))
+        return graph

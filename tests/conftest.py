@@ -1,0 +1,43 @@
+"""Eight virtual CPU devices, strict shapes, deterministic property tests, and a counter of compiles."""
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+# Before jax is imported, and for the processes that tests start. A setting that is there already wins.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # of this run alone: jax writes entries in place, so two runs at once could read each other's half-written ones
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="twinax-jax-cache-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import hypothesis
+import jax
+import pytest
+
+from models.compiles import CompileCounter
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+hypothesis.settings.register_profile("twinax", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("twinax")
+
+
+@contextmanager
+def _no_compiles() -> Iterator[CompileCounter]:
+    with CompileCounter() as compiles:
+        yield compiles
+    assert compiles.count == 0, f"{compiles.count} compiles where none may be: {compiles.names}"
+
+
+@pytest.fixture
+def assert_no_compiles() -> Callable[[], AbstractContextManager[CompileCounter]]:
+    """`with assert_no_compiles(): ...` fails if the block made XLA compile, or fetch a program from its cache."""
+    return _no_compiles
