@@ -10,6 +10,7 @@ A step is schedule (host), run (device), record (host). Weights change only betw
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
@@ -214,7 +215,7 @@ class Engine:
                 queries = min(QUERY_BLOCK, n - start)
                 blocks.query[block, :queries] = np.arange(at + start, at + start + queries)
                 blocks.position[block, :queries] = positions[start : start + queries]
-                blocks.table[block, : len(pages)] = pages
+                blocks.table[block, : len(pages)] = pages[: blocks.table.shape[1]]  # a decode may have left more
                 blocks.slot[at + start : at + start + queries] = block * QUERY_BLOCK + np.arange(queries)
                 block += 1
             batch.rows[row] = at + n - 1
@@ -244,10 +245,11 @@ class Engine:
             batch.stop_ids[row, : len(stop_ids)] = stop_ids
             _fill_warp(batch.warp, row, sequence)
         batch.steps[()] = plan.steps
-        batch.until_finished[()] = bool(self.scheduler.waiting)
+        until_finished = bool(self.scheduler.waiting)
+        batch.until_finished[()] = until_finished
         out = self.runner.run(self.params, batch)
         self.stats.decodes += 1
-        return self._record_decode(sequences, out, plan.steps, bool(self.scheduler.waiting))
+        return self._record_decode(sequences, out, plan.steps, until_finished)
 
     def _record_decode(
         self, sequences: list[Sequence], out: np.ndarray, steps: int, until_finished: bool
@@ -304,10 +306,15 @@ def _fill_warp(warp: Warp, row: int, sequence: Sequence) -> None:
 
 
 class AsyncEngine:
-    """asyncio front: many callers await their own completion while one task steps the engine in a thread."""
+    """asyncio front: many callers await their own completion while one task steps the engine in a thread.
+
+    Nothing but this object may touch the engine while a request is in flight: all its methods wait for a step boundary.
+    """
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self._boundary = asyncio.Lock()
+        """held while the engine steps, and by whoever changes it between steps; fair, so nobody waits for two steps"""
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._stepper: asyncio.Task[None] | None = None
 
@@ -317,28 +324,51 @@ class AsyncEngine:
         Raises:
             ValueError: as `Engine.submit`.
         """
-        self.engine.submit(request)
-        future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
+        async with self._boundary:
+            self.engine.submit(request)
+            future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.create_task(self._run())
         return await future
 
+    async def pause(self, mode: str = "retract") -> None:
+        """As `Engine.pause`, at the next step boundary."""
+        async with self._boundary:
+            self.engine.pause(mode)
+
+    async def load(self, params: Mapping[str, jax.Array], version: int) -> None:
+        """As `Engine.load`."""
+        async with self._boundary:
+            self.engine.load(params, version)
+
+    async def resume(self) -> None:
+        """As `Engine.resume`."""
+        async with self._boundary:
+            self.engine.resume()
+
     async def _run(self) -> None:
         while self._waiting:
-            for request_id in [i for i, future in self._waiting.items() if future.cancelled()]:
-                del self._waiting[request_id]
-                self.engine.cancel(request_id)
-            try:
-                done = await asyncio.to_thread(self.engine.step)
-            except Exception as error:
-                for future in self._waiting.values():
+            async with self._boundary:
+                for request_id in [i for i, future in self._waiting.items() if future.cancelled()]:
+                    del self._waiting[request_id]
+                    self.engine.cancel(request_id)
+                try:
+                    done = await asyncio.to_thread(self.engine.step)
+                except Exception as error:
+                    self._fail(error)
+                    return
+                for completion in done:
+                    future = self._waiting.pop(completion.request_id)
                     if not future.done():
-                        future.set_exception(error)
-                self._waiting.clear()
-                raise
-            for completion in done:
-                future = self._waiting.pop(completion.request_id)
-                if not future.done():
-                    future.set_result(completion)
+                        future.set_result(completion)
             if self.engine.paused:
                 await asyncio.sleep(0.001)
+
+    def _fail(self, error: Exception) -> None:
+        """Every caller gets the error; none of their requests stays behind."""
+        for request_id, future in self._waiting.items():
+            with suppress(ValueError):  # it had finished before the step failed
+                self.engine.cancel(request_id)
+            if not future.done():
+                future.set_exception(error)
+        self._waiting.clear()

@@ -71,6 +71,14 @@ class EngineConfig:
         for size in (self.max_context, *self.context_buckets):
             if size % KEY_BLOCK:
                 raise ValueError(f"engine.max_context and context_buckets: {size} is not a multiple of {KEY_BLOCK}")
+        for name, sizes, most in (
+            ("context_buckets", self.contexts, self.max_context),
+            ("slot_buckets", self.slots, max(MIN_ROWS, self.max_slots)),
+        ):
+            if sizes != tuple(sorted(set(sizes))) or sizes[-1] != most:
+                raise ValueError(f"engine.{name}: {sizes} must increase and end at {most}")
+        if self.slots[0] < MIN_ROWS:
+            raise ValueError(f"engine.slot_buckets: {self.slots} must start at {MIN_ROWS} or more")
         if self.tokens_per_step < self.max_slots:
             raise ValueError(
                 f"engine.tokens_per_step: {self.tokens_per_step} is less than max_slots ({self.max_slots}); "

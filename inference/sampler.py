@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import Array
+from models.layers import row_sum
 from models.logprobs import log_prob
 
 
@@ -31,7 +32,7 @@ class Warp:
     """uint32 [S]"""
 
 
-def _column(x_S: jax.Array, like_SV: jax.Array) -> jax.Array:
+def _column(x_S: Array, like_SV: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x_S[:, None], like_SV.shape)
 
 
@@ -41,9 +42,11 @@ def _truncate(logits_SV: jax.Array, warp: Warp) -> jax.Array:
     V = logits_SV.shape[-1]
     rank = jnp.where(warp.top_k > 0, jnp.minimum(warp.top_k, V), V) - 1
     by_rank = jnp.take_along_axis(descending, rank[:, None], axis=-1)[:, 0]
-    p = jax.nn.softmax(descending, axis=-1)
+    weight = jnp.exp(descending - _column(descending[:, 0], descending))
+    p = weight / _column(row_sum(weight), weight)  # its bits do not depend on S, so neither does what is kept
     before = jnp.cumsum(p, axis=-1) - p  # mass of the likelier tokens; the first is always kept
-    kept = (before < _column(warp.top_p, p)) & (p >= _column(warp.min_p * p[:, 0], p))
+    top_p = jnp.where(warp.top_p < 1, warp.top_p, jnp.inf)  # off is off, whatever the sum rounds to
+    kept = (before < _column(top_p, p)) & (p >= _column(warp.min_p * p[:, 0], p))
     by_mass = jnp.where(kept, descending, jnp.inf).min(axis=-1)
     return jnp.where(logits_SV >= _column(jnp.maximum(by_rank, by_mass), logits_SV), logits_SV, -jnp.inf)
 

@@ -188,11 +188,11 @@ class Scheduler:
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Records that the next `num_tokens` now have keys and values."""
-        was_prefill = sequence.uncomputed > 1
+        was_prefill = sequence.uncomputed > 1 or sequence.num_sampled == 0
         sequence.computed += num_tokens
         if was_prefill:
             sequence.prefilled += num_tokens
-        if was_prefill and sequence.uncomputed == 0:
+        if was_prefill and sequence.uncomputed <= 1:  # a last token alone is left to a decode step
             self._remember(sequence)
 
     def _remember(self, sequence: Sequence) -> None:

@@ -38,8 +38,8 @@ class SamplingParams:
             raise ValueError(f"max_tokens: must be at least 1, got {self.max_tokens}")
         if not self.temperature >= 0:
             raise ValueError(f"temperature: must be 0 (greedy) or more, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k: must be 0 (off) or more, got {self.top_k}")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k: must be 0 (off) or more, and below 2^31, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
@@ -48,6 +48,8 @@ class SamplingParams:
             raise ValueError(f"seed: must be in [0, 2^32), got {self.seed}")
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_ids: at most {MAX_STOP_IDS}, got {len(self.stop_ids)}")
+        if not all(0 <= i < 2**31 for i in self.stop_ids):
+            raise ValueError(f"stop_ids: token ids are in [0, 2^31), got {self.stop_ids}")
 
 
 @dataclass(frozen=True, kw_only=True)

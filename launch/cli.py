@@ -1,6 +1,7 @@
 """What every entry point shares."""
 
 import sys
+from pathlib import Path
 from collections.abc import Callable
 
 
@@ -13,3 +14,11 @@ def run_main(main: Callable[[], None]) -> None:
         text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         print(f"error: {text or type(error).__name__}", file=sys.stderr)
         sys.exit(2)
+
+
+def set_up_jax() -> None:
+    """A persistent compilation cache in runs/, so that the same command starts faster the second time."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from models.layers import accumulator, dot, published
+from models.layers import accumulator, dot, exp_from, published
 
 KEY_BLOCK = 128
 """keys summed in one product; a key's place in its list fixes its block"""
@@ -55,6 +55,7 @@ def attend_blocks(
         )
         return twice[:, :1]
     q = (q_NQHh * h**-0.5).reshape(N, Q, K, G, h).transpose(2, 0, 3, 1, 4).reshape(K, N, 1, G * Q, h)
+    q = jax.lax.optimization_barrier(q)
     k = k_KNCh.reshape(K, N, W, KEY_BLOCK, h)
     v = v_KNCh.reshape(K, N, W, KEY_BLOCK, h).astype(accumulator(dtype))
     scores = dot("knwmh,knwch->knwmc", jnp.broadcast_to(q, (K, N, W, G * Q, h)), k, dtype)
@@ -63,7 +64,7 @@ def attend_blocks(
         jnp.broadcast_to(seen, (K, N, W, G, Q, KEY_BLOCK)), scores.reshape(K, N, W, G, Q, KEY_BLOCK), MASKED
     ).reshape(K, N, W, G * Q, KEY_BLOCK)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True).max(axis=2, keepdims=True))
-    p = jnp.exp(scores - jnp.broadcast_to(top, scores.shape))
+    p = exp_from(scores, top)
     # The denominator is one more column of v, so that it is summed exactly as the numerators are; the zeros make it a width
     # at which the place of masked keys does not matter.
     ones, zeros = jnp.ones((*v.shape[:-1], 1), v.dtype), jnp.zeros((*v.shape[:-1], -(h + 1) % COLUMNS), v.dtype)

@@ -1,0 +1,302 @@
+"""The loop of a run, lag 0: each step samples with the weights of the step before, trains once, publishes.
+
+    tasks (keys by step) -> rollout -> reward -> advantages -> pack -> train -> publish -> metrics -> checkpoint
+      ^                                                                                                  |
+      +--------------------------------------------------------------------------------------------------+
+
+    who          waits for                          is waited for by
+    rollout      the weights of the last step       train
+    train        all episodes of the step           publish
+    publish      the optimizer step                 the next rollout
+    checkpoint   the metrics line of its step       nobody (the next step starts after it)
+
+Everything random derives from (seed, step, task, sample), so a run that was killed goes on from its last checkpoint exactly
+as if it had not been.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from models.compiles import CompileCounter
+from rl.advantages import group_advantages
+from rl.checkpoint import Checkpoints
+from rl.config import RunConfig
+from rl.environments import EVAL_KEYS, TRAIN_KEYS, constant_answer
+from rl.rollout import Rollout
+from rl.run import Run, make_run
+from rl.trainer import Sample, Trainer
+
+WARMUP_OFFSET = len(TRAIN_KEYS) // 2
+"""supervised tasks come from the upper half of the train keys, so no task is seen twice"""
+CHANGEABLE = {"steps", "checkpoint", "transcripts_every", "export"}
+"""config keys that a resumed run may change"""
+
+
+class Reporter(Protocol):
+    """Where a run shows what it does."""
+
+    def phase(self, text: str) -> None: ...
+
+    def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def transcript(self, step: int, rollout: Rollout, text: str) -> None: ...
+
+
+class Records:
+    """The files of a run. Lines past the step that a run resumes from are dropped: those steps are made again."""
+
+    def __init__(self, directory: Path, resume_step: int):
+        self.directory = directory
+        (directory / "rollouts").mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            kept = [line for line in self._lines(name) if line["step"] <= resume_step]
+            if resume_step == 0:
+                kept = []
+            self._replace(name, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.directory / name
+        lines = path.read_text().splitlines() if path.exists() else []
+        # Only the last line can be cut, by a kill in the middle of a write; its step is made again.
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def _replace(self, name: str, text: str) -> None:
+        path = self.directory / name
+        temporary = path.with_suffix(path.suffix + ".new")
+        temporary.write_text(text)
+        os.replace(temporary, path)
+
+    def append(self, name: str, line: Mapping[str, Any]) -> None:
+        with (self.directory / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return self._lines("metrics.jsonl")
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        return self._lines("evaluations.jsonl")
+
+    def rollouts(self, label: str, rollouts: Sequence[Rollout]) -> None:
+        """One file a batch, one episode a line, written whole."""
+        self._replace(f"rollouts/{label}.jsonl", "".join(rollout.graph.to_json() + "\n" for rollout in rollouts))
+
+
+def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, Any]:
+    """Mean reward on the held-out tasks: `eval` at the rollout temperature, `greedy`, and `constant_answer` beside them."""
+    section = run.config.evaluation
+    keys = EVAL_KEYS[: section.tasks]
+    tasks = [run.environment.task(key) for key in keys]
+    started = time.perf_counter()
+    sampled = run.rollout(tasks, label=f"eval-{step}", samples=section.samples)
+    greedy = run.rollout(tasks, label=f"greedy-{step}", samples=1, greedy=True)
+    answer, score = constant_answer(run.environment, keys)
+    if records is not None:
+        records.rollouts(f"eval_{step:06d}", [*sampled, *greedy])
+    return {
+        "step": step,
+        "eval": _mean_reward(sampled),
+        "greedy": _mean_reward(greedy),
+        "constant_answer": score,
+        "constant_answer_text": answer,
+        "tasks": len(keys),
+        "samples": section.samples,
+        "time/evaluate_s": time.perf_counter() - started,
+    }
+
+
+def _mean_reward(rollouts: Sequence[Rollout]) -> float:
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    if not rewards:
+        raise ValueError("environment: none of the episodes was scored; give the scorer a weight above 0")
+    return float(np.mean(rewards))
+
+
+def samples_of(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list[Sample]:
+    """What the trainer gets of finished episodes: every branch, as one flat stream."""
+    return [
+        Sample(
+            ids=branch.ids,
+            weights=branch.weights,
+            logprobs=branch.logprobs,
+            advantages=branch.advantages,
+            episode=number,
+        )
+        for number, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True))
+        for branch in rollout.graph.branches(float(advantage))
+    ]
+
+
+def supervised_step(run: Run, step: int) -> dict[str, Any]:
+    """One step on the tasks' own answers."""
+    count = run.config.warmup.tasks
+    first = WARMUP_OFFSET + (step - 1) * count
+    samples = []
+    for number, key in enumerate(range(first, first + count)):
+        task = run.environment.task(key)
+        if task.answer is None:
+            raise ValueError(f"warmup: task {key} of {task.env!r} has no answer to learn; set warmup.steps = 0")
+        prompt = run.renderer.render(list(task.messages))
+        answer = [*run.tokenizer.encode(task.answer), run.renderer.stop_ids[0]][: run.trainer.layout.length]
+        n = len(prompt) + len(answer)
+        weights = np.zeros(n, np.float32)
+        weights[len(prompt) :] = 1
+        zeros = np.zeros(n, np.float32)
+        ids = np.asarray([*prompt, *answer], np.int32)
+        samples.append(Sample(ids=ids, weights=weights, logprobs=zeros, advantages=zeros, episode=number))
+    return {"phase": "sft", **run.trainer.train(samples, loss="sft")}
+
+
+def reinforcement_step(run: Run, step: int, records: Records, on_transcript: Callable[[Rollout], None]) -> dict[str, Any]:
+    """Rollout, reward, advantages, one optimizer step."""
+    config = run.config.rollout
+    first = (step - 1 - run.config.warmup.steps) * config.prompts
+    tasks = [run.environment.task(key) for key in TRAIN_KEYS[first : first + config.prompts]]
+    started = time.perf_counter()
+    computed = run.engine.stats.computed_tokens
+    rollouts = run.rollout(tasks, label=f"train-{step}", samples=config.samples, trainable=True)
+    elapsed = time.perf_counter() - started
+    records.rollouts(f"step_{step:06d}", rollouts)
+    on_transcript(rollouts[0])
+    rewards = [rollout.reward for rollout in rollouts]
+    groups = [(rollout.task.env, rollout.task.key) for rollout in rollouts]
+    advantages, scored = group_advantages(rewards, groups, std=config.std, baseline=config.baseline)
+    if not scored.any():
+        raise ValueError("environment: no episode of the step was scored; see the rollouts' error classes")
+    metrics = run.trainer.train(samples_of(rollouts, advantages.tolist()), temperature=config.temperature)
+    lengths = [rollout.sampled_tokens for rollout in rollouts]
+    per_group = np.asarray(advantages).reshape(config.prompts, config.samples)
+    reward_s = sum(rollout.environment_s for rollout in rollouts)
+    return {
+        "phase": "rl",
+        "reward": float(np.mean([reward for reward in rewards if reward is not None])),
+        "zero_signal_groups": float((per_group == 0).all(axis=1).mean()),
+        "length_mean": float(np.mean(lengths)),
+        "cut": float(np.mean([rollout.graph.episode.stop_reason == "length" for rollout in rollouts])),
+        "prefix_hit_rate": sum(r.cached_tokens for r in rollouts) / sum(r.prompt_tokens for r in rollouts),
+        "computed_tokens": run.engine.stats.computed_tokens - computed,
+        "sampled_tokens": sum(lengths),
+        **metrics,
+        "time/rollout_s": elapsed - reward_s,
+        "time/reward_s": reward_s,
+    }
+
+
+def prepare_directory(config: RunConfig, config_json: str) -> Path:
+    """The run's folder, with its config; refuses one that holds a run of another config."""
+    directory = Path(config.run_dir) / config.name
+    path = directory / "config.json"
+    if path.exists():
+        old, new = json.loads(path.read_text()), json.loads(config_json)
+        changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and k not in CHANGEABLE)
+        if changed:
+            raise ValueError(
+                f"config.{', config.'.join(changed)}: differs from the run that {directory} holds; give this run another "
+                f"config.name, or remove that folder"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(config_json)
+    return directory
+
+
+def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, Any]:
+    """Runs, or goes on with, a whole run; returns its summary."""
+    directory = Path(config.run_dir) / config.name
+    restored: dict[str, Any] = {}
+    total = config.warmup.steps + config.steps
+
+    def restore(trainer: Trainer) -> None:
+        prepare_directory(config, config_json)  # only now: a config that does not fit its model leaves no folder behind
+        restored["checkpoints"] = checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+        if (latest := checkpoints.latest()) is not None:
+            reporter.phase(f"resuming from step {latest}")
+            trainer.state, _ = checkpoints.restore(latest, trainer.state)
+
+    reporter.phase("loading the model")
+    run = make_run(config, restore)
+    checkpoints: Checkpoints = restored["checkpoints"]
+    start = run.trainer.step
+    records = Records(directory, start)
+    reporter.phase("compiling")
+    run.warm_up()
+    evaluated = {line["step"] for line in records.evaluations()}
+
+    def evaluation(step: int) -> None:
+        if step not in evaluated:
+            reporter.phase(f"evaluating at step {step}")
+            records.append("evaluations.jsonl", evaluate(run, step, records))
+
+    evaluation(0) if start == 0 else None
+    with CompileCounter() as compiles:
+        for step in range(start + 1, total + 1):
+            began = time.perf_counter()
+            if step <= config.warmup.steps:
+                metrics = supervised_step(run, step)
+            else:
+                show = config.transcripts_every and (step - 1) % config.transcripts_every == 0
+                metrics = reinforcement_step(
+                    run, step, records, lambda r, step=step, show=show: _show(run, reporter, step, r) if show else None
+                )
+            published = time.perf_counter()
+            run.publish()
+            ended = time.perf_counter()
+            metrics |= {"time/publish_s": ended - published, "time/step_s": ended - began, "compiles": compiles.count}
+            records.append("metrics.jsonl", {"step": step, **metrics})
+            reporter.step(step, total, metrics)
+            if step == total or (config.evaluation.every and step % config.evaluation.every == 0):
+                evaluation(step)
+            if step == total or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                meta = {"step": step, "next_key": (step - config.warmup.steps) * config.rollout.prompts, "seed": config.seed}
+                checkpoints.save(step, run.trainer.state, {**meta, "config": json.loads(config_json)})
+    checkpoints.close()
+    if config.export and not (directory / "hf").exists():
+        reporter.phase("exporting")
+        run.export(directory / "hf")
+    return summary(records, run.compile_s)
+
+
+def _show(run: Run, reporter: Reporter, step: int, rollout: Rollout) -> None:
+    text = run.tokenizer.decode(rollout.graph.path_ids(len(rollout.graph.nodes) - 1))
+    reporter.transcript(step, rollout, text)
+
+
+def summary(records: Records, compile_s: float) -> dict[str, Any]:
+    """What the whole run came to, from its records."""
+    lines = records.metrics()
+    steps = [line for line in lines if line["phase"] == "rl"]
+    evaluations = records.evaluations()
+
+    def over(key: str) -> float:
+        return sum(line[key] for line in steps)
+
+    def at(index: int, key: str) -> float | None:
+        return evaluations[index][key] if evaluations else None
+
+    few = max(1, min(5, len(steps) // 4))
+    ends = [np.mean([line["reward"] for line in part]) if part else None for part in (steps[:few], steps[-few:])]
+    tokens = over("tokens")
+    return {
+        "eval_before": at(0, "eval"),
+        "eval_after": at(-1, "eval"),
+        "greedy_before": at(0, "greedy"),
+        "greedy_after": at(-1, "greedy"),
+        "constant_answer": at(0, "constant_answer"),
+        "reward_first": ends[0],
+        "reward_last": ends[1],
+        "steps": len(steps),
+        "sft_steps": len(lines) - len(steps),
+        "train_wall_s": sum(line["time/step_s"] for line in lines),
+        "compile_s": compile_s,
+        "rollout_tokens_per_s": over("sampled_tokens") / max(over("time/rollout_s"), 1e-9),
+        "train_tokens_per_s": over("tokens_in") / max(over("time/train_s"), 1e-9),
+        "forest_compression": over("tokens_in") / max(over("tokens_kept"), 1),
+        "prefix_hit_rate": over("prefix_hit_rate") / max(len(steps), 1),
+        "max_abs_logprob_gap": max((line["max_abs_gap"] for line in steps), default=0.0),
+        "mean_k3": sum(line["k3"] * line["tokens"] for line in steps) / max(tokens, 1),
+        "compiles_after_warmup": max((line["compiles"] for line in lines), default=0),
+    }

@@ -1,0 +1,215 @@
+"""From a RunConfig to the pieces of a run: model, tokenizer, environment, renderer, trainer, engine."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from inference.engine import Engine
+from inference.runner import EngineConfig
+from inference.types import SamplingParams
+from models.attention import KEY_BLOCK
+from models.config import ModelConfig, read_config
+from models.hf import load_hf, resolve, save_hf
+from models.transformer import describe
+from models.tokenizer import ByteTokenizer, Tokenizer
+from rl.config import Placement, RunConfig
+from rl.environments import Arithmetic, Environment, ReasoningGym, Task
+from rl.forest import Layout
+from rl.renderers import RENDERERS, Renderer
+from rl.rollout import Rollout, run_episodes
+from rl.trainer import OptimizerConfig, Trainer
+from sharding.mesh import make_mesh
+from sharding.reshard import init, reshard
+from sharding.rules import Rules, Weight
+
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"reasoning_gym": ReasoningGym, "arithmetic": Arithmetic}
+
+
+@dataclass
+class Run:
+    """A policy on two engines and what it plays with."""
+
+    config: RunConfig
+    model: ModelConfig
+    source: Path | None
+    """the Hugging Face directory the weights came from"""
+    tokenizer: Tokenizer | ByteTokenizer
+    environment: Environment
+    renderer: Renderer
+    trainer: Trainer
+    engine: Engine
+    compile_s: float = 0.0
+
+    def warm_up(self) -> None:
+        """Compiles every program of a step; after it nothing is compiled."""
+        started = time.perf_counter()
+        self.engine.warm_up()
+        self.trainer.warm_up()
+        if self.config.warmup.steps:
+            self.trainer.warm_up("sft")
+        jax.block_until_ready(self._published())
+        self.compile_s += time.perf_counter() - started
+
+    def _published(self) -> dict[str, jax.Array]:
+        runner = self.engine.runner
+        return published_params(self.trainer, runner.definition.weights, runner.shardings, runner.dtype)
+
+    def publish(self) -> None:
+        """The trainer's masters, rounded to the published dtype, become the engine's weights at a step boundary.
+
+        The version is the number of optimizer steps that made them.
+        """
+        params = self._published()
+        self.engine.pause("retract")
+        self.engine.load(params, self.trainer.step)
+        self.engine.resume()
+
+    def rollout(
+        self, tasks: Sequence[Task], *, label: str, samples: int, greedy: bool = False, trainable: bool = False, **options: Any
+    ) -> list[Rollout]:
+        config = self.config.rollout
+        params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0 if greedy else config.temperature)
+        return run_episodes(
+            self.engine,
+            self.environment,
+            self.renderer,
+            tasks,
+            samples=samples,
+            params=params,
+            label=label,
+            seed=self.config.seed,
+            trainable=trainable,
+            max_turns=self.config.environment.max_turns,
+            **options,
+        )
+
+    def export(self, directory: Path) -> None:
+        """Writes the published weights as a Hugging Face directory."""
+        dtype = jnp.dtype(self.config.model.dtype)
+        params = {name: np.asarray(value.astype(dtype)) for name, value in self.trainer.state.masters.items()}
+        save_hf(directory, self.model, params, tokenizer_files_from=self.source, dtype=dtype)
+
+
+def published_params(
+    trainer: Trainer, weights: Mapping[str, Weight], shardings: Mapping[str, jax.sharding.Sharding], dtype: DTypeLike
+) -> dict[str, jax.Array]:
+    """The trainer's masters in the engine's layout, dtype and place; derived from the two descriptions."""
+    return reshard(trainer.state.masters, trainer.definition.weights, weights, shardings, dtype)
+
+
+def _mesh(placement: Placement, side: str) -> tuple[Mesh, Rules]:
+    devices = jax.devices()[placement.first_device :]
+    try:
+        return make_mesh(placement.mesh, devices), Rules(dict(placement.rules))
+    except ValueError as error:
+        raise ValueError(f"{side}.mesh: {error}") from error
+
+
+def make_model(config: RunConfig) -> tuple[ModelConfig, Path | None, Tokenizer | ByteTokenizer]:
+    """Shape and tokenizer of the run's model, checked against each other."""
+    if config.model.source == "random":
+        model, source, tokenizer = ModelConfig(**config.model.shape), None, ByteTokenizer()
+    else:
+        source = resolve(config.model.source)
+        model, tokenizer = read_config(source), Tokenizer.load(source)
+    tokenizer.check_vocab(model)
+    return model, source, tokenizer
+
+
+def make_environment(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> tuple[Environment, Renderer]:
+    section = config.environment
+    for field_name, given, known in (("kind", section.kind, ENVIRONMENTS), ("renderer", section.renderer, RENDERERS)):
+        if given not in known:
+            raise ValueError(f"environment.{field_name}: {given!r} is unknown; use one of {sorted(known)}")
+    try:
+        environment = ENVIRONMENTS[section.kind](**section.options)
+        renderer = RENDERERS[section.renderer](tokenizer, **section.renderer_options)
+    except TypeError as error:
+        raise ValueError(f"environment.options or renderer_options: {error}") from error
+    return environment, renderer
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """The fixed shape of the run's micro-batches."""
+    most = max(config.rollout.prompts * config.rollout.samples, config.warmup.tasks if config.warmup.steps else 0)
+    context = min(config.engine.max_context, config.trainer.tokens_per_row)
+    return Layout(
+        rows=config.trainer.rows,
+        tokens=config.trainer.tokens_per_row,
+        context=-(-context // KEY_BLOCK) * KEY_BLOCK,
+        branches=most,
+        length=config.rollout.max_tokens * config.environment.max_turns,
+    )
+
+
+def _pick(cls: type, section: Any) -> Any:
+    return cls(**{f.name: getattr(section, f.name) for f in fields(cls)})
+
+
+def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None) -> Trainer:
+    """A trainer with the model's own weights, or random ones, as masters."""
+    mesh, rules = _mesh(config.trainer, "trainer")
+    section = config.trainer
+
+    def with_masters(masters: Mapping[str, jax.Array]) -> Trainer:
+        return Trainer(
+            model,
+            masters,
+            layout=layout_of(config),
+            optimizer=_pick(OptimizerConfig, section),
+            loss=section.loss,
+            loss_options=section.loss_options,
+            dtype=jnp.dtype(config.model.dtype),
+            remat=section.remat,
+            mesh=mesh,
+            rules=rules,
+        )
+
+    weights = describe(model)
+    shardings = rules.shardings(mesh, weights)
+    if source is None:
+        return with_masters(init(weights, jax.random.key(config.seed), jnp.float32, shardings))
+    loaded = load_hf(source, model)
+    return with_masters({name: jax.device_put(loaded.pop(name), shardings[name]) for name in weights})
+
+
+def make_engine(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engine:
+    """An engine with the trainer's published weights."""
+    mesh, rules = _mesh(config.engine, "engine")
+    dtype = jnp.dtype(config.model.dtype)
+    weights = describe(model, stacked=False)
+    return Engine(
+        model,
+        _pick(EngineConfig, config.engine),
+        published_params(trainer, weights, rules.shardings(mesh, weights), dtype),
+        version=trainer.step,
+        dtype=dtype,
+        mesh=mesh,
+        rules=rules,
+    )
+
+
+def make_run(config: RunConfig, restore: Callable[[Trainer], None] | None = None) -> Run:
+    """All pieces of a run.
+
+    Args:
+        restore: puts a checkpoint into the trainer before the engine gets its weights.
+
+    Raises:
+        ValueError: a part of the config does not fit the model, the devices or another part.
+    """
+    model, source, tokenizer = make_model(config)
+    environment, renderer = make_environment(config, tokenizer)
+    trainer = make_trainer(config, model, source)
+    if restore is not None:
+        restore(trainer)
+    engine = make_engine(config, model, trainer)
+    return Run(config, model, source, tokenizer, environment, renderer, trainer, engine)
