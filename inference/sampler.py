@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import Array
-from models.layers import row_sum
+from models.layers import row_sum, tempered
 from models.logprobs import log_prob
 
 
@@ -63,7 +63,7 @@ def sample(logits_SV: jax.Array, position_S: jax.Array, warp: Warp) -> tuple[jax
     """
     greedy = warp.temperature == 0
     temperature = jnp.where(greedy, 1.0, warp.temperature)
-    scaled = logits_SV / _column(temperature, logits_SV)
+    scaled = tempered(logits_SV, _column(temperature, logits_SV))
     truncated = (warp.top_k > 0) | (warp.top_p < 1) | (warp.min_p > 0)
     warped = jax.lax.cond((truncated & ~greedy).any(), lambda x: _truncate(x, warp), lambda x: x, scaled)
     warped = jnp.where(_column(truncated, scaled), warped, scaled)

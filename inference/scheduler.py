@@ -103,6 +103,8 @@ class Scheduler:
 
         One whose next page is being prefilled by another waits for that page instead of computing it a second time.
         """
+        if not self.waiting or len(self.running) >= self.max_slots:
+            return
         size = self.page_size
         pending = {
             self._shared_key(s, page)
@@ -192,8 +194,7 @@ class Scheduler:
         sequence.computed += num_tokens
         if was_prefill:
             sequence.prefilled += num_tokens
-        if was_prefill and sequence.uncomputed <= 1:  # a last token alone is left to a decode step
-            self._remember(sequence)
+            self._remember(sequence)  # chunk by chunk: whoever waits for a page finds those before it cached
 
     def _remember(self, sequence: Sequence) -> None:
         if not sequence.private:

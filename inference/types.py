@@ -36,8 +36,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens: must be at least 1, got {self.max_tokens}")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature: must be 0 (greedy) or more, got {self.temperature}")
+        if self.temperature != 0 and not 1e-4 <= self.temperature <= 1e4:
+            raise ValueError(f"temperature: must be 0 (greedy) or in [1e-4, 1e4], got {self.temperature}")
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k: must be 0 (off) or more, and below 2^31, got {self.top_k}")
         if not 0 < self.top_p <= 1:

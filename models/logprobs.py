@@ -6,7 +6,7 @@ Legend: T tokens, D model, V vocab.
 import jax
 import jax.numpy as jnp
 
-from models.layers import exp_from, row_sum
+from models.layers import exp_from, row_sum, tempered
 from models.transformer import Transformer
 
 
@@ -36,7 +36,7 @@ def token_log_probs(
 
     def compute(hidden: jax.Array, ids: jax.Array) -> jax.Array:
         logits = model.logits(hidden)
-        return log_prob(logits / jnp.broadcast_to(temperature, logits.shape), ids)
+        return log_prob(tempered(logits, jnp.broadcast_to(temperature, logits.shape)), ids)
 
     @jax.checkpoint
     def some(parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from tensorboardX import SummaryWriter
 
 from models.compiles import CompileCounter
 from rl.advantages import group_advantages
@@ -29,7 +30,7 @@ from rl.checkpoint import Checkpoints
 from rl.config import RunConfig
 from rl.environments import EVAL_KEYS, TRAIN_KEYS, constant_answer
 from rl.rollout import Rollout
-from rl.run import Run, make_run
+from rl.run import Run, export, make_run
 from rl.trainer import Sample, Trainer
 
 WARMUP_OFFSET = len(TRAIN_KEYS) // 2
@@ -49,7 +50,7 @@ class Reporter(Protocol):
 
 
 class Records:
-    """The files of a run. Lines past the step that a run resumes from are dropped: those steps are made again."""
+    """The files of a run, and its TensorBoard events. Lines past the step that a run resumes from are dropped: those steps are made again."""
 
     def __init__(self, directory: Path, resume_step: int):
         self.directory = directory
@@ -59,6 +60,7 @@ class Records:
             if resume_step == 0:
                 kept = []
             self._replace(name, "".join(json.dumps(line) + "\n" for line in kept))
+        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.directory / name
@@ -75,6 +77,12 @@ class Records:
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.directory / name).open("a") as file:
             file.write(json.dumps(line) + "\n")
+        for key, value in line.items():
+            if isinstance(value, int | float) and key != "step":
+                self._events.add_scalar(f"{name.removesuffix('.jsonl')}/{key}", value, line["step"])
+
+    def close(self) -> None:
+        self._events.close()
 
     def metrics(self) -> list[dict[str, Any]]:
         return self._lines("metrics.jsonl")
@@ -92,7 +100,7 @@ def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, A
     section = run.config.evaluation
     keys = EVAL_KEYS[: section.tasks]
     tasks = [run.environment.task(key) for key in keys]
-    started = time.perf_counter()
+    started, computed = time.perf_counter(), run.engine.stats.computed_tokens
     sampled = run.rollout(tasks, label=f"eval-{step}", samples=section.samples)
     greedy = run.rollout(tasks, label=f"greedy-{step}", samples=1, greedy=True)
     answer, score = constant_answer(run.environment, keys)
@@ -106,6 +114,7 @@ def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, A
         "constant_answer_text": answer,
         "tasks": len(keys),
         "samples": section.samples,
+        "computed_tokens": run.engine.stats.computed_tokens - computed,
         "time/evaluate_s": time.perf_counter() - started,
     }
 
@@ -254,9 +263,10 @@ def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, 
                 meta = {"step": step, "next_key": (step - config.warmup.steps) * config.rollout.prompts, "seed": config.seed}
                 checkpoints.save(step, run.trainer.state, {**meta, "config": json.loads(config_json)})
     checkpoints.close()
+    records.close()
     if config.export and not (directory / "hf").exists():
         reporter.phase("exporting")
-        run.export(directory / "hf")
+        export(run.trainer, run.source, directory / "hf")
     return summary(records, run.compile_s)
 
 

@@ -91,11 +91,13 @@ class Run:
             **options,
         )
 
-    def export(self, directory: Path) -> None:
-        """Writes the published weights as a Hugging Face directory."""
-        dtype = jnp.dtype(self.config.model.dtype)
-        params = {name: np.asarray(value.astype(dtype)) for name, value in self.trainer.state.masters.items()}
-        save_hf(directory, self.model, params, tokenizer_files_from=self.source, dtype=dtype)
+
+def export(trainer: Trainer, source: Path | None, directory: Path) -> None:
+    """Writes the published weights as a Hugging Face directory, with the tokenizer files of `source`."""
+    definition = trainer.definition
+    dtype = np.dtype(definition.dtype)
+    params = {name: np.asarray(value).astype(dtype) for name, value in trainer.state.masters.items()}
+    save_hf(directory, definition.config, params, tokenizer_files_from=source, dtype=dtype)
 
 
 def published_params(

@@ -227,7 +227,7 @@ class Trainer:
         accumulate = jax.jit(
             partial(self.accumulate, loss), donate_argnums=1, out_shardings=(self.shardings, self._replicated)
         )
-        update = jax.jit(self.update, donate_argnums=(0, 1), out_shardings=(self.state_shardings(), self._replicated))
+        update = jax.jit(self.update, donate_argnums=0, out_shardings=(self.state_shardings(), self._replicated))
         return {loss: accumulate.lower(masters, masters, *batch), "update": update.lower(state, masters)}
 
     def warm_up(self, loss: str | None = None) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -20,11 +20,10 @@ from inference.engine import AsyncEngine, Engine
 from inference.runner import EngineConfig, Runner
 from inference.scheduler import Scheduler
 from inference.types import Completion, FinishReason, Request, SamplingParams
-from models.attention import ForestContext
 from models.config import ModelConfig
-from models.logprobs import token_log_probs
 from models.transformer import Definition
-from rl.forest import Branch, Forest, Layout, pack
+from rl.forest import Branch, Layout, pack
+from rl.trainer import log_probs
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Rules
@@ -73,7 +72,7 @@ def programs(family: str, config: EngineConfig) -> dict[tuple, Any]:
     return runner._programs
 
 
-def make_engine(family: str = "llama", version: int = 0, decode_steps: int = 8, **limits: int) -> Engine:
+def make_engine(family: str = "llama", version: int = 0, decode_steps: int = 8, **limits: Any) -> Engine:
     """A cold engine with the shared programs. Its pool, slots and chunks may be made smaller: nothing compiles."""
     engine = Engine(
         MODELS[family], CONFIG, published(family, version), version=version, dtype=jnp.bfloat16, mesh=MESH, rules=RULES
@@ -81,7 +80,7 @@ def make_engine(family: str = "llama", version: int = 0, decode_steps: int = 8, 
     engine.runner._programs = programs(family, CONFIG)
     engine.config = dataclasses.replace(CONFIG, decode_steps=decode_steps)
     names = ("num_pages", "page_size", "max_slots", "max_context", "tokens_per_step")
-    sizes = {name: getattr(CONFIG, name) for name in names} | limits
+    sizes: dict[str, int] = {name: getattr(CONFIG, name) for name in names} | limits
     engine.scheduler = Scheduler(**sizes)
     engine.scheduler.version = version
     return engine
@@ -224,7 +223,7 @@ SCHEDULE = st.fixed_dictionaries(
 ARRIVAL = st.fixed_dictionaries(
     {
         "shared": st.integers(0, 2),
-        "length": st.integers(1, 230),
+        "length": st.sampled_from([1, 16, 17, 40, 90, 125, 200]),
         "own": st.integers(0, 20),
         "max_tokens": st.integers(1, 24),
         "seed": st.integers(0, 1),
@@ -235,9 +234,9 @@ ARRIVAL = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60)
-@given(SCHEDULE, st.lists(ARRIVAL, min_size=1, max_size=12))
-def test_random_schedules_equal_alone(limits: dict[str, int], arrivals: list[dict[str, Any]]) -> None:
+@settings(max_examples=25)
+@given(SCHEDULE, st.lists(ARRIVAL, min_size=1, max_size=8))
+def test_random_schedules_equal_alone(limits: dict[str, Any], arrivals: list[dict[str, Any]]) -> None:
     """Arrivals between steps, cancels, small pools, small chunks; the books are checked after every step."""
     engine = make_engine(**limits)
     asked = []
@@ -283,23 +282,11 @@ def trainer_log_probs(family: str, completions: Sequence[Completion], temperatur
         ids = np.concatenate([np.asarray(c.prompt_ids, np.int32), c.ids])
         branches.append(Branch(ids, np.arange(len(ids)) >= len(c.prompt_ids)))
 
-    @jax.jit
-    def log_probs(params: Params, forest: Forest) -> jax.Array:
-        model = definition.bind(params)
-        hidden = model(
-            jnp.asarray(forest.tokens), jnp.asarray(forest.positions), ForestContext(forest.blocks, jnp.bfloat16)
-        )
-        read = jnp.take_along_axis(hidden, jnp.asarray(forest.read)[..., None], axis=1).reshape(-1, hidden.shape[-1])
-        target = jnp.asarray(forest.target).reshape(-1)
-        used = jnp.ones(target.shape, bool)
-        flat = token_log_probs(model, read, target, jnp.float32(temperature), used, 128)
-        return jnp.take(flat, jnp.asarray(forest.index))
-
+    compute = jax.jit(partial(log_probs, definition))
     rows: dict[int, np.ndarray] = {}
     for batch in pack(branches, layout)[0]:
-        rows |= dict(
-            zip(batch.order.tolist(), np.asarray(log_probs(masters(family, version), batch.forest)), strict=False)
-        )
+        out = compute(masters(family, version), batch.forest, np.float32(temperature))
+        rows |= dict(zip(batch.order.tolist(), np.asarray(out), strict=False))
     return [rows[n][: len(c.ids)] for n, c in enumerate(completions)]
 
 
@@ -308,7 +295,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "chunked": {"tokens_per_step": 8},
     "preempted": {"num_pages": 17},
     "prefix hit": {},
-    "retracted": {},
+    "retracted": {"decode_steps": 1},
     "temperature 0.7": {},
 }
 
@@ -327,19 +314,20 @@ def test_sampler_log_prob_is_the_trainers(family: str) -> None:
             for r in mixture()
         ]
         if cell == "prefix hit":
-            engine.run(asked)
+            engine.run(asked[:4])  # the pool cannot keep all of them
         for r in asked:
             engine.submit(r)
         done: dict[str, Completion] = {}
-        while engine.num_in_flight:
+        for step in range(1000):
             done |= {c.request_id: c for c in engine.step()}
-            if cell == "retracted":
+            if cell == "retracted" and step % 20 == 19:
                 engine.pause("retract")
                 engine.load(published(family, 0), engine.version + 1)
                 engine.resume()
         completions = [done[r.id] for r in asked]
+        assert cell != "retracted" or max(len(set(c.versions.tolist())) for c in completions) > 1
         if cell == "prefix hit":
-            assert all(c.cached_tokens >= len(c.prompt_ids) - 16 for c in completions)
+            assert all(c.cached_tokens >= len(c.prompt_ids) - 16 for c in completions[:4])
         trained = trainer_log_probs(family, completions, temperature)
         gaps[cell] = max(abs(a - c.logprobs).max() for a, c in zip(trained, completions, strict=True))
         reconcile(engine)
@@ -478,7 +466,7 @@ def step_until_sampled(engine: Engine, tokens: int) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "keep"])
 @pytest.mark.parametrize("limits", [{"tokens_per_step": 16}, {"num_pages": 18}, {"decode_steps": 2}], ids=str)
-def test_updates_to_equal_weights_change_nothing(mode: str, limits: dict[str, int]) -> None:
+def test_updates_to_equal_weights_change_nothing(mode: str, limits: dict[str, Any]) -> None:
     """J2: retract every 3 steps with small chunks; the undisturbed run's tokens and log-probs, to the bit."""
     engine = make_engine(**limits)
     for r in mixture():
@@ -725,7 +713,9 @@ def test_concurrent_callers_get_what_run_gives(engine: Engine) -> None:
 
     async def main() -> list[Completion]:
         callers = [late(i, r) for i, r in enumerate(asked)]
-        *completions, _ = await asyncio.wait_for(asyncio.gather(*callers, updates()), 60)
+        updating = asyncio.create_task(updates())
+        completions = await asyncio.wait_for(asyncio.gather(*callers), 60)
+        await updating
         return completions
 
     assert_as_alone("llama", asyncio.run(main()), asked)

@@ -164,6 +164,8 @@ def test_no_mix_of_parameters_compiles(assert_no_compiles) -> None:
         ("max_tokens", 0),
         ("temperature", -0.1),
         ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", 1e-30),
         ("top_k", -1),
         ("top_k", 2**31),
         ("top_p", 0.0),

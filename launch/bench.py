@@ -1,0 +1,108 @@
+"""Benchmarks, each a command: `python -m launch.bench NAME [--json] ...`. The last line of --json is one object.
+
+    loop   where a step's time goes, and tokens per second of each phase
+           [--config configs/tiny.py] [--steps 3]
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launch.cli import run_main, set_up_jax
+from rl.config import RunConfig, build
+from rl.loop import Records, evaluate, reinforcement_step
+from rl.run import make_run
+
+PHASES = ("rollout", "reward", "pack", "train", "publish", "evaluate")
+
+
+def read_config_file(path: str) -> RunConfig:
+    """The RunConfig of a file in configs/."""
+    spec = importlib.util.spec_from_file_location("experiment", path)
+    if spec is None or spec.loader is None or not Path(path).exists():
+        raise ValueError(f"--config: there is no Python file {path}; give one in configs/")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return build(RunConfig, module.get_config().to_dict())
+
+
+def loop(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs a few steps of a config and one evaluation; seconds are per step, but `evaluate` is per evaluation."""
+    config = read_config_file(arguments.config)
+    run = make_run(config)
+    run.warm_up()
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        records = Records(Path(folder), 0)
+        for step in range(config.warmup.steps + 1, config.warmup.steps + 1 + arguments.steps):
+            metrics = reinforcement_step(run, step, records, lambda rollout: None)
+            started = time.perf_counter()
+            run.publish()
+            lines.append(metrics | {"time/publish_s": time.perf_counter() - started})
+        evaluation = evaluate(run, 0)
+        records.close()
+
+    def mean(key: str) -> float:
+        return sum(line[key] for line in lines) / len(lines)
+
+    seconds = {phase: mean(f"time/{phase}_s") for phase in PHASES[:-1]}
+    step_s = sum(seconds.values())
+    return {
+        "config": config.name,
+        "steps": arguments.steps,
+        "step_s": step_s,
+        "seconds": seconds | {"evaluate": evaluation["time/evaluate_s"]},
+        "share": {phase: value / step_s for phase, value in seconds.items()},
+        "tokens_per_s": {
+            "rollout_sampled": mean("sampled_tokens") / seconds["rollout"],
+            "rollout_computed": mean("computed_tokens") / seconds["rollout"],
+            "reward": mean("sampled_tokens") / max(seconds["reward"], 1e-9),
+            "pack": mean("tokens_in") / seconds["pack"],
+            "train_before_sharing": mean("tokens_in") / seconds["train"],
+            "train_in_rows": mean("tokens_kept") / seconds["train"],
+            "publish": mean("tokens_in") / seconds["publish"],
+            "evaluate": evaluation["computed_tokens"] / evaluation["time/evaluate_s"],
+        },
+        "compile_s": run.compile_s,
+    }
+
+
+BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop}
+
+
+def show(result: dict[str, Any], indent: int = 0) -> None:
+    """The result as text."""
+    for key, value in result.items():
+        if isinstance(value, dict):
+            print(f"{' ' * indent}{key}:")
+            show(value, indent + 2)
+        else:
+            print(f"{' ' * indent}{key}: {value:.4g}" if isinstance(value, float) else f"{' ' * indent}{key}: {value}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = parser.add_subparsers(dest="name", required=True)
+    command = names.add_parser("loop")
+    command.add_argument("--config", default="configs/tiny.py")
+    command.add_argument("--steps", type=int, default=3)
+    for each in names.choices.values():
+        each.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    arguments = parser.parse_args()
+
+    def run() -> None:
+        set_up_jax()
+        result = BENCHMARKS[arguments.name](arguments)
+        show(result) if not arguments.json else print(json.dumps(result), flush=True)
+
+    run_main(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
