@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from inference.sampler import Warp, sample
 from inference.types import MAX_STOP_IDS
-from models.attention import KEY_BLOCK, Array, PagedBlocks, PagedContext
+from models.attention import KEY_BLOCK, Array, PagedBlocks, PagedContext, pool_dtype
 from models.config import ModelConfig
 from models.transformer import Definition
 from sharding.reshard import abstract
@@ -149,13 +149,14 @@ class Runner:
         self.shardings = rules.shardings(mesh, self.definition.weights)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._pool_sharding = NamedSharding(mesh, rules.spec(("kv_heads", None, None, None), "the page pool"))
+        self._pool_dtype = pool_dtype(dtype)
         self._pool_shape = (model.num_kv_heads, config.num_pages, config.page_size, model.head_dim)
         self.pool: Pool = jax.jit(self._empty, out_shardings=self._pool_sharding)()
         self._programs: dict[tuple, Any] = {}
 
     def _empty(self) -> Pool:
         layers = range(self.definition.config.num_layers)
-        return [(jnp.zeros(self._pool_shape, self.dtype), jnp.zeros(self._pool_shape, self.dtype)) for _ in layers]
+        return [(jnp.zeros(self._pool_shape, self._pool_dtype), jnp.zeros(self._pool_shape, self._pool_dtype)) for _ in layers]
 
     def bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers."""
@@ -252,7 +253,7 @@ class Runner:
         """The lowered program of one bucket, over abstract arguments with the serving shardings."""
         batch = self.empty_extend(size, C) if kind == "extend" else self.empty_decode(size, C)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), batch)
-        pool = [(jax.ShapeDtypeStruct(self._pool_shape, self.dtype, sharding=self._pool_sharding),) * 2] * len(self.pool)
+        pool = [(jax.ShapeDtypeStruct(self._pool_shape, self._pool_dtype, sharding=self._pool_sharding),) * 2] * len(self.pool)
         params = abstract(self.definition.weights, self.dtype, self.shardings)
         out = (self._replicated, [(self._pool_sharding,) * 2] * len(self.pool))
         function = self.extend if kind == "extend" else self.decode

@@ -172,10 +172,27 @@ class PagedBlocks:
     """int32 [T]: where token t stands in the flattened [N * Q]"""
 
 
+def pool_dtype(dtype: DTypeLike) -> np.dtype:
+    """What the page pool stores: 16-bit floats as their bit patterns, others as they are.
+
+    XLA on CPU scatters 16-bit floats by converting the whole pool to float32 and back, at every step; bits it just moves.
+    """
+    return np.dtype(np.uint16) if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, pool_dtype(x.dtype))
+
+
+def from_bits(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, dtype)
+
+
 class PagedContext:
     """Writes each layer's keys and values into the page pool, then attends to the pages. Unrolled layers only.
 
-    `pool` is a list over layers of (keys, values), each `[K, P, page size, h]`; after the forward it is the new pool.
+    `pool` is a list over layers of (keys, values), each `[K, P, page size, h]` in `pool_dtype(dtype)`; after the forward it is
+    the new pool.
     """
 
     def __init__(self, pool: list[tuple[jax.Array, jax.Array]], blocks: PagedBlocks, dtype: DTypeLike):
@@ -188,7 +205,7 @@ class PagedContext:
         blocks = self.blocks
         _, H, h = q.shape
         keys, values = (
-            pool.at[:, blocks.page, blocks.offset].set(published(new, self.dtype).astype(pool.dtype).transpose(1, 0, 2))
+            pool.at[:, blocks.page, blocks.offset].set(to_bits(published(new, self.dtype).astype(self.dtype)).swapaxes(0, 1))
             for pool, new in zip(self.pool[layer], (k, v), strict=True)
         )
         self.pool[layer] = keys, values
@@ -197,7 +214,9 @@ class PagedContext:
 
         def some(query: jax.Array, position: jax.Array, table: jax.Array) -> jax.Array:
             visible = jnp.arange(C)[None, None, :] <= position[:, :, None]
-            listed = (jnp.take(pool, table, axis=1).reshape(K, -1, C, h) for pool in (keys, values))
+            listed = (
+                from_bits(jnp.take(pool, table, axis=1), self.dtype).reshape(K, -1, C, h) for pool in (keys, values)
+            )
             return attend_blocks(jnp.take(q, query, axis=0), *listed, visible, self.dtype)
 
         live = (blocks.position >= 0).any(axis=1)
