@@ -1,6 +1,6 @@
 """The main job: SmolLM2-135M-Instruct learns to look a name up, by GRPO on reasoning_gym's needle_haystack.
 
-    make quickstart        (or: python -m launch.train --config configs/quickstart.py)
+make quickstart        (or: python -m launch.train --config configs/quickstart.py)
 """
 
 from ml_collections import ConfigDict

@@ -44,19 +44,18 @@ def get_config() -> ConfigDict:
         "decode_steps": 4,
         "context_buckets": (128,),
         "slot_buckets": (32,),
-        "mesh": {"data": 1},
+        "mesh": {"tensor": 1},
         "rules": {"heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "vocab": "tensor"},
         "first_device": 0,
     }
-    config.engine.rules = {}
     config.trainer = {
         "tokens_per_row": 512,
         "rows": 1,
         "remat": "block",
         "loss": "grpo",
         "learning_rate": 3e-3,
-        "mesh": {"data": 1},
-        "rules": {},
+        "mesh": {"fsdp": 1, "tensor": 1},
+        "rules": {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "vocab": "tensor"},
         "first_device": 0,
     }
     config.evaluation = {"tasks": 16, "samples": 4}

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from inference.runner import QUERY_BLOCK, Decode, EngineConfig, Extend, Runner
+from inference.runner import QUERY_BLOCK, EngineConfig, Runner
 from inference.sampler import Warp
 from inference.scheduler import Plan, Scheduler, Sequence
 from inference.types import Completion, FinishReason, Request
@@ -65,7 +65,7 @@ class Engine:
     ):
         if config.max_context > model.max_positions:
             raise ValueError(
-                f"engine.max_context: {config.max_context} exceeds the {model.max_positions} positions the model was trained for"
+                f"engine.max_context: {config.max_context} exceeds the model's {model.max_positions} positions; lower it"
             )
         self.model, self.config = model, config
         self.runner = Runner(model, config, dtype, mesh, rules)
@@ -197,12 +197,12 @@ class Engine:
         self.params, self.scheduler.version = dict(params), version
 
     def _context(self, longest: int) -> int:
-        return next(C for C in self.config.contexts if C >= longest)
+        return next(C for C in self.config.contexts if longest <= C)
 
     def _extend(self, plan: Plan) -> list[Completion]:
         size = self.config.page_size
         total = sum(n for _, n in plan.chunks)
-        T = next(T for T in self.config.tokens if T >= total)
+        T = next(T for T in self.config.tokens if total <= T)
         batch = self.runner.empty_extend(T, self._context(max(s.computed + n for s, n in plan.chunks)))
         blocks, at, block = batch.blocks, 0, 0
         for row, (sequence, n) in enumerate(plan.chunks):
@@ -234,7 +234,7 @@ class Engine:
     def _decode(self, plan: Plan) -> list[Completion]:
         sequences = [sequence for sequence, _ in plan.chunks]
         ahead = [min(plan.steps, self.scheduler.budget_left(s)) for s in sequences]
-        S = next(S for S in self.config.slots if S >= len(sequences))
+        S = next(S for S in self.config.slots if len(sequences) <= S)
         longest = max(s.computed + n for s, n in zip(sequences, ahead, strict=True))
         batch = self.runner.empty_decode(S, self._context(longest))
         for row, sequence in enumerate(sequences):
@@ -251,9 +251,7 @@ class Engine:
         self.stats.decodes += 1
         return self._record_decode(sequences, out, plan.steps, until_finished)
 
-    def _record_decode(
-        self, sequences: list[Sequence], out: np.ndarray, steps: int, until_finished: bool
-    ) -> list[Completion]:
+    def _record_decode(self, sequences: list[Sequence], out: np.ndarray, steps: int, until_finished: bool) -> list[Completion]:
         """Walks the steps the device took; it stopped by the same rule."""
         finished: dict[int, FinishReason] = {}
         for step in range(steps):

@@ -36,8 +36,8 @@ class PrefixTree:
     def match(self, version: int, adapter: str, ids: Sequence[int]) -> list[int]:
         """Pages of the longest cached prefix of `ids`, each now held once more for the caller."""
         node, found, stamp = self._roots.get((version, adapter)), [], next(self._clock)
-        for tokens in self._pages(ids) if node is not None else ():
-            node = node.children.get(tokens)
+        for tokens in self._pages(ids):
+            node = node.children.get(tokens) if node is not None else None
             if node is None:
                 break
             node.stamp = stamp

@@ -232,9 +232,7 @@ class Runner:
             slot=zeros.copy(),
         )
         rows = np.zeros(S, np.int32)
-        return Extend(
-            tokens=zeros.copy(), positions=zeros.copy(), blocks=blocks, rows=rows, warp=self._greedy(S)
-        )
+        return Extend(tokens=zeros.copy(), positions=zeros.copy(), blocks=blocks, rows=rows, warp=self._greedy(S))
 
     def empty_decode(self, S: int, C: int) -> Decode:
         """A decode of empty slots only; the engine fills it in."""

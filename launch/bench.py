@@ -1,7 +1,7 @@
 """Benchmarks, each a command: `python -m launch.bench NAME [--json] ...`. The last line of --json is one object.
 
-    loop   where a step's time goes, and tokens per second of each phase
-           [--config configs/tiny.py] [--steps 3]
+loop   where a step's time goes, and tokens per second of each phase
+       [--config configs/tiny.py] [--steps 3]
 """
 
 import argparse

@@ -60,9 +60,7 @@ def export_checkpoint(directory: Path, dest: Path) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.convert", description="Makes a Hugging Face model directory."
-    )
+    parser = argparse.ArgumentParser(prog="python -m launch.convert", description="Makes a Hugging Face model directory.")
     parser.add_argument("source", metavar="SOURCE", help="GGUF file, model directory, hub id, run folder, or `embedded`")
     parser.add_argument("dest", metavar="DEST", type=Path, help="directory to make; must not exist")
     args = parser.parse_args()

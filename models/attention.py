@@ -10,7 +10,7 @@ whoever asks, whatever shares its block and however far the list is padded.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ COLUMNS = 64
 """float32 products have bits independent of rows and of zeros between keys where their columns are a multiple (CPU)"""
 MASKED = -1e30
 
-Array = jax.Array | np.ndarray
-"""made by the host as numpy, seen by the device as jax.Array"""
+Array = Any
+"""a field that the host fills with numpy and the device reads as jax.Array"""
 
 
 class Context(Protocol):
@@ -139,8 +139,7 @@ class ForestContext:
         def row(end, q, k, v, query, key):
             visible = (key[:, None, :] <= query[:, :, None]) & (query[:, :, None] < end[key][:, None, :])
             keys, values = (
-                jnp.take(pool, key, axis=0, mode="clip").reshape(*key.shape, -1, h).transpose(2, 0, 1, 3)
-                for pool in (k, v)
+                jnp.take(pool, key, axis=0, mode="clip").reshape(*key.shape, -1, h).transpose(2, 0, 1, 3) for pool in (k, v)
             )
             return attend_blocks(jnp.take(q, query, axis=0, mode="clip"), keys, values, visible, self.dtype)
 
@@ -214,10 +213,10 @@ class PagedContext:
 
         def some(query: jax.Array, position: jax.Array, table: jax.Array) -> jax.Array:
             visible = jnp.arange(C)[None, None, :] <= position[:, :, None]
-            listed = (
+            listed_k, listed_v = (
                 from_bits(jnp.take(pool, table, axis=1), self.dtype).reshape(K, -1, C, h) for pool in (keys, values)
             )
-            return attend_blocks(jnp.take(q, query, axis=0), *listed, visible, self.dtype)
+            return attend_blocks(jnp.take(q, query, axis=0), listed_k, listed_v, visible, self.dtype)
 
         live = (blocks.position >= 0).any(axis=1)
         out = map_chunks(some, live, Q * H * C, blocks.query, blocks.position, blocks.table)

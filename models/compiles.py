@@ -34,9 +34,7 @@ class CompileCounter:
         CompileCounter._active.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         CompileCounter._active.remove(self)
 
 

@@ -272,12 +272,8 @@ def _tokenizer_config(meta: _Metadata, tokens: list[str], config: ModelConfig) -
     roles = {"bos": config.bos_id, "eos": next(iter(config.eos_ids), None), "pad": config.pad_id, "unk": unknown}
     for role, token in roles.items():
         if token is not None and not 0 <= token < len(tokens):
-            raise ValueError(
-                f"{meta.source}: {role} token id {token} is outside its {len(tokens)} tokens; copy it again"
-            )
-    result: dict[str, Any] = {
-        f"{role}_token": tokens[token] if token is not None else None for role, token in roles.items()
-    }
+            raise ValueError(f"{meta.source}: {role} token id {token} is outside its {len(tokens)} tokens; copy it again")
+    result: dict[str, Any] = {f"{role}_token": tokens[token] if token is not None else None for role, token in roles.items()}
     if template := meta.get("tokenizer.chat_template"):
         result["chat_template"] = template
     return result | {

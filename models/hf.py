@@ -151,9 +151,7 @@ def save_hf(
     if tokenizer_files_from and not tokenizer_files_from.is_dir():
         problems.append(f"tokenizer_files_from: {tokenizer_files_from} is no directory")
     if problems:
-        raise ValueError(
-            f"{directory}: parameters do not fit the config, nothing was written:\n  " + "\n  ".join(problems)
-        )
+        raise ValueError(f"{directory}: parameters do not fit the config, nothing was written:\n  " + "\n  ".join(problems))
 
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
@@ -249,9 +247,7 @@ def _from_hf(value: np.ndarray, shape: tuple[int, ...], num_in: int) -> np.ndarr
     return value.T.reshape(shape) if num_in else value
 
 
-def _to_hf(
-    params: Mapping[str, Any], ours: str, layer: int | None, shape: tuple[int, ...], dtype: np.dtype
-) -> np.ndarray:
+def _to_hf(params: Mapping[str, Any], ours: str, layer: int | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """One tensor as it is stored: [in..., out...] -> [out, in]"""
     value = np.asarray(params[ours] if layer is None else params[ours][layer])
     if NAMES[ours][1]:

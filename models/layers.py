@@ -33,9 +33,7 @@ def dot(spec: str, x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def _dot(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
     precision = None if dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
-    return jnp.einsum(
-        spec, x.astype(dtype), w.astype(dtype), precision=precision, preferred_element_type=accumulator(dtype)
-    )
+    return jnp.einsum(spec, x.astype(dtype), w.astype(dtype), precision=precision, preferred_element_type=accumulator(dtype))
 
 
 def _dot_forward(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype):
@@ -46,8 +44,8 @@ def _dot_backward(spec: str, dtype: np.dtype, saved: tuple[jax.Array, jax.Array]
     x, w = saved
     operands, out = spec.split("->")
     left, right = operands.split(",")
-    dx = _dot(f"{out},{right}->{left}", g, w, dtype)
-    dw = _dot(f"{left},{out}->{right}", x, g, dtype)
+    dx = dot(f"{out},{right}->{left}", g, w, dtype)
+    dw = dot(f"{left},{out}->{right}", x, g, dtype)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 

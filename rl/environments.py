@@ -137,9 +137,7 @@ def constant_answer(env: Environment, keys: Sequence[int]) -> tuple[str, float]:
     tasks = [env.task(key) for key in keys]
     candidates = list(dict.fromkeys(task.answer for task in tasks if task.answer is not None))
     if not candidates:
-        raise ValueError(
-            f"keys: none of these {len(tasks)} tasks of {env.name!r} has an answer; give keys that have one"
-        )
+        raise ValueError(f"keys: none of these {len(tasks)} tasks of {env.name!r} has an answer; give keys that have one")
 
     def mean_score(answer: str) -> float:
         turn: Message = {"role": "assistant", "content": answer}

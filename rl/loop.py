@@ -50,7 +50,10 @@ class Reporter(Protocol):
 
 
 class Records:
-    """The files of a run, and its TensorBoard events. Lines past the step that a run resumes from are dropped: those steps are made again."""
+    """The files of a run, and its TensorBoard events.
+
+    Lines past the step that a run resumes from are dropped: those steps are made again.
+    """
 
     def __init__(self, directory: Path, resume_step: int):
         self.directory = directory

@@ -18,8 +18,8 @@ from inference.types import SamplingParams
 from models.attention import KEY_BLOCK
 from models.config import ModelConfig, read_config
 from models.hf import load_hf, resolve, save_hf
-from models.transformer import describe
 from models.tokenizer import ByteTokenizer, Tokenizer
+from models.transformer import describe
 from rl.config import Placement, RunConfig
 from rl.environments import Arithmetic, Environment, ReasoningGym, Task
 from rl.forest import Layout

@@ -224,9 +224,7 @@ class Trainer:
         )
         [(forest, inputs)], _ = self.prepare([one], temperature=1.0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), (forest, inputs))
-        accumulate = jax.jit(
-            partial(self.accumulate, loss), donate_argnums=1, out_shardings=(self.shardings, self._replicated)
-        )
+        accumulate = jax.jit(partial(self.accumulate, loss), donate_argnums=1, out_shardings=(self.shardings, self._replicated))
         update = jax.jit(self.update, donate_argnums=0, out_shardings=(self.state_shardings(), self._replicated))
         return {loss: accumulate.lower(masters, masters, *batch), "update": update.lower(state, masters)}
 
@@ -237,9 +235,7 @@ class Trainer:
                 self._programs[name] = lowered.compile()
         jax.block_until_ready(self._zeros())
 
-    def prepare(
-        self, samples: Sequence[Sample], *, temperature: float
-    ) -> tuple[list[tuple[Forest, LossInputs]], PackStats]:
+    def prepare(self, samples: Sequence[Sample], *, temperature: float) -> tuple[list[tuple[Forest, LossInputs]], PackStats]:
         """Packs samples and puts the micro-batches on the devices."""
         branches = [Branch(sample.ids, sample.weights > 0) for sample in samples]
         micro_batches, stats = pack(branches, self.layout)
@@ -269,9 +265,7 @@ class Trainer:
             advantages[row, here] = sample.advantages[trained]
             weights[row, here] = sample.weights[trained]
             sequence_tokens[row] = tokens[sample.episode]
-        return LossInputs(
-            old_logp=old_logp, advantages=advantages, weights=weights, sequence_tokens=sequence_tokens, **scalars
-        )
+        return LossInputs(old_logp=old_logp, advantages=advantages, weights=weights, sequence_tokens=sequence_tokens, **scalars)
 
     def _put_forest(self, forest: Forest) -> Forest:
         places = {f.name: self._replicated if f.name in ("index", "mask") else self._rows for f in fields(Forest)}

@@ -189,9 +189,7 @@ def _unmatched(these: Mapping[str, _Leaf], others: Mapping[str, _Leaf]) -> list[
     """Leaves of `these` that `others` lack; a stack of which all layers are lacking is named once."""
     present = {leaf.owner for name, leaf in these.items() if name in others}
     return list(
-        dict.fromkeys(
-            name if leaf.owner in present else leaf.owner for name, leaf in these.items() if name not in others
-        )
+        dict.fromkeys(name if leaf.owner in present else leaf.owner for name, leaf in these.items() if name not in others)
     )
 
 

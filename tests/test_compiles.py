@@ -38,9 +38,7 @@ def test_fixture_fails_on_a_new_shape(assert_no_compiles: NoCompiles) -> None:
 def test_persistent_cache_hit_counts() -> None:
     """Two functions of one program: the second comes from the cache on disk, and would still stall an engine."""
     hits: list[str] = []
-    jax.monitoring.register_event_listener(
-        lambda event, **labels: hits.append(event) if "cache_hits" in event else None
-    )
+    jax.monitoring.register_event_listener(lambda event, **labels: hits.append(event) if "cache_hits" in event else None)
     x = np.arange(5.0)
     with CompileCounter() as compiles:
         jax.jit(lambda x: x * 3 + 1)(x)

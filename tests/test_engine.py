@@ -308,9 +308,7 @@ def test_sampler_log_prob_is_the_trainers(family: str) -> None:
         temperature = 0.7 if cell == "temperature 0.7" else 1.0
         engine = make_engine(family, **limits)
         asked = [
-            dataclasses.replace(
-                r, params=dataclasses.replace(r.params, temperature=temperature, top_k=0, top_p=1, min_p=0)
-            )
+            dataclasses.replace(r, params=dataclasses.replace(r.params, temperature=temperature, top_k=0, top_p=1, min_p=0))
             for r in mixture()
         ]
         if cell == "prefix hit":
@@ -352,10 +350,7 @@ def dense_logits(config: ModelConfig, params: Params, ids: Sequence[int]) -> np.
 
     x = p["embed"][list(ids)]
     for layer in range(config.num_layers):
-        w = {
-            name: p[f"blocks.{layer}.{name}"]
-            for name in ("attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down")
-        }
+        w = {name: p[f"blocks.{layer}.{name}"] for name in ("attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down")}
         y = norm(x, w["attn_norm"])
         q, k, v = (np.einsum("td,dnh->tnh", y, w[name]) for name in "qkv")
         if config.qk_norm:
@@ -537,9 +532,7 @@ def test_retract_gives_up_every_page(engine: Engine) -> None:
     for r in asked:
         sampled = (done[r.id].versions == 0).sum()
         assert sampled and done[r.id].prefilled_tokens == 50 + 50 + sampled
-        rest = request(
-            "rest", (*r.prompt_ids, *done[r.id].ids[:sampled].tolist()), int(30 - sampled), seed=r.params.seed
-        )
+        rest = request("rest", (*r.prompt_ids, *done[r.id].ids[:sampled].tolist()), int(30 - sampled), seed=r.params.seed)
         assert not differ(done[r.id], alone("llama", rest, 1), first=int(sampled))
 
 
@@ -745,9 +738,7 @@ def test_a_cancelled_caller_frees_its_pages(engine: Engine) -> None:
     assert not differ(asyncio.run(main()), alone("llama", staying))
 
 
-def test_an_exception_reaches_every_caller_and_leaves_nothing_behind(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_reaches_every_caller_and_leaves_nothing_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     front = AsyncEngine(engine)
     decode = engine._decode
     asked = [request(str(i), prompt(i, 20), 9, seed=i) for i in range(12)]

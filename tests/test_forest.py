@@ -89,9 +89,7 @@ def check(branches: list[Branch], batches: list[MicroBatch], layout: Layout) -> 
                 b, parent = int(entry // T), int(flat_read[entry])
                 assert flat_target[entry] == ids[depth]
                 seen = np.nonzero((np.arange(T) <= parent) & (parent < blocks.end[b]))[0]
-                np.testing.assert_array_equal(
-                    forest.tokens[b][seen], ids[:depth]
-                )  # the parent sees the prefix, in order
+                np.testing.assert_array_equal(forest.tokens[b][seen], ids[:depth])  # the parent sees the prefix, in order
                 np.testing.assert_array_equal(forest.positions[b][seen], np.arange(depth))
         assert not forest.mask[len(batch.order) :].any()
         for b in range(layout.rows):
@@ -313,13 +311,9 @@ def test_packed_is_alone_for_the_named_cases(float64: Float64) -> None:
     long, every = branch(ids, range(1, 30)), range(1, 30)
     float64.compare([long, long, long], SMALL_LAYOUT, 6, 30)  # duplicates
     float64.compare([long, branch(ids[:12], range(1, 12)), branch(ids[:1])], SMALL_LAYOUT, 6, 30)  # prefixes
-    float64.compare(
-        [long, branch([(ids[0] + 1) % VOCAB, *ids[1:]], every)], SMALL_LAYOUT, 6, 30
-    )  # fork at the first token
+    float64.compare([long, branch([(ids[0] + 1) % VOCAB, *ids[1:]], every)], SMALL_LAYOUT, 6, 30)  # fork at the first token
     middle = branch([*ids[:20], (ids[20] + 1) % VOCAB, *ids[21:]], [3, 4, 22])
-    float64.compare(
-        [long, branch(ids, [3, 4, 5, 29]), middle], SMALL_LAYOUT, 6, 30
-    )  # masks that differ on shared tokens
+    float64.compare([long, branch(ids, [3, 4, 5, 29]), middle], SMALL_LAYOUT, 6, 30)  # masks that differ on shared tokens
     apart = [branch([n, *ids[1:]], every) for n in range(6)]
     assert len(pack(apart, SMALL_LAYOUT)[0]) == 2  # micro-batches add up
     float64.compare(apart, SMALL_LAYOUT, 6, 30)

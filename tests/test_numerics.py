@@ -145,9 +145,7 @@ def test_rotate_in_other_programs() -> None:
     rounded = jax.jit(lambda x, positions: published(whole(x, positions), BF16))
     same(rounded(x[:9], positions[:9]), jax.jit(lambda x: published(x, BF16))(alone[:9]))
     # behind a norm, as Qwen3 has it
-    normed = jax.jit(
-        lambda x, positions: rotate(rms_norm(product(x), scale, 1e-5), rope_tables(CONFIG, positions, BF16), BF16)
-    )
+    normed = jax.jit(lambda x, positions: rotate(rms_norm(product(x), scale, 1e-5), rope_tables(CONFIG, positions, BF16), BF16))
     norm = jax.jit(lambda x: rms_norm(x, scale, 1e-5))
     same(normed(x[:9], positions[:9]), np.asarray(turn(norm(product(x)), tables(positions)))[:9])
     # leading dims
@@ -162,8 +160,7 @@ def test_rotation_keeps_angles() -> None:
         products = []
         for a, b in ((5, 2), (103, 100), (3, 0)):
             turned = (
-                rotate(x, rope_tables(CONFIG, jnp.asarray([place]), jnp.float64), jnp.float64)
-                for x, place in ((q, a), (k, b))
+                rotate(x, rope_tables(CONFIG, jnp.asarray([place]), jnp.float64), jnp.float64) for x, place in ((q, a), (k, b))
             )
             products.append(float(np.prod(np.stack([np.asarray(x) for x in turned]), axis=0).sum()))
         np.testing.assert_allclose(products[1:], products[0], rtol=1e-12)
@@ -275,9 +272,7 @@ def test_gradient_of_dot(spec: str, x_shape: tuple[int, ...], w_shape: tuple[int
 
 
 def test_published_rounds_to_nearest_even() -> None:
-    x = np.concatenate([normal(0, 4096), normal(1, 100) * 1e-30, [0.0, -0.0, 1.00390625, 1.01171875]]).astype(
-        np.float32
-    )
+    x = np.concatenate([normal(0, 4096), normal(1, 100) * 1e-30, [0.0, -0.0, 1.00390625, 1.01171875]]).astype(np.float32)
     same(jax.jit(lambda x: published(x, BF16))(x), x.astype(ml_dtypes.bfloat16).astype(np.float32))
     same(published(jnp.asarray(x), jnp.float32), x)
 

@@ -35,9 +35,7 @@ class Merging:
         merges = [text.encode() for text in MERGES]
         self.pieces = [bytes([i]) for i in range(256)] + [text.encode() for text in SPECIALS] + merges
         self.special = {token: 256 + i for i, token in enumerate(SPECIALS)}
-        self.merges = sorted(
-            ((text, 256 + len(SPECIALS) + i) for i, text in enumerate(merges)), key=lambda m: -len(m[0])
-        )
+        self.merges = sorted(((text, 256 + len(SPECIALS) + i) for i, text in enumerate(merges)), key=lambda m: -len(m[0]))
 
     def special_id(self, token: str) -> int:
         return self.special[token]
@@ -115,17 +113,13 @@ def test_control_tokens_in_text_are_text(history: list[Message]) -> None:
     for renderer in renderers():
         plain = renderer.render([{"role": message["role"], "content": ""} for message in history])
         ids = renderer.render(history)
-        assert [i for i in ids if 256 <= i < 256 + len(SPECIALS)] == [
-            i for i in plain if 256 <= i < 256 + len(SPECIALS)
-        ]
+        assert [i for i in ids if 256 <= i < 256 + len(SPECIALS)] == [i for i in plain if 256 <= i < 256 + len(SPECIALS)]
 
 
 plain_texts = st.text(st.sampled_from("ab \n+=é"), max_size=12)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["system", "user", "tool"]), plain_texts), min_size=1, max_size=4), st.booleans()
-)
+@given(st.lists(st.tuples(st.sampled_from(["system", "user", "tool"]), plain_texts), min_size=1, max_size=4), st.booleans())
 def test_smollm2_equals_its_own_template(turns: list[tuple[str, str]], generate: bool) -> None:
     messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
     template = jinja2.Environment(keep_trailing_newline=True).from_string(SMOLLM2_TEMPLATE)
@@ -159,9 +153,7 @@ def test_default_system_message_is_an_option() -> None:
     assert SMOLLM2_SYSTEM in BYTES.decode(with_it) and with_it[-len(without) :] == without
     assert without == ChatML(BYTES).render(messages) != with_it
     own = SmolLM2(BYTES).render([{"role": "system", "content": "S"}, *messages])
-    assert (
-        BYTES.decode(own) == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert BYTES.decode(own) == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_sampled_ids_are_never_encoded_again() -> None:
@@ -182,9 +174,7 @@ def test_the_turn_separator_comes_exactly_once() -> None:
     prompt = renderer.render([{"role": "user", "content": "weather?"}])
     end, start = MERGING.special_id("<|im_end|>"), MERGING.special_id("<|im_start|>")
     sampled = [*MERGING.encode("let me look"), end]
-    bridge = renderer.bridge(
-        prompt + sampled, [{"role": "tool", "content": "sun"}, {"role": "tool", "content": "rain"}]
-    )
+    bridge = renderer.bridge(prompt + sampled, [{"role": "tool", "content": "sun"}, {"role": "tool", "content": "rain"}])
     assert bridge[:2] == [ord("\n"), start]
     assert MERGING.decode(bridge) == (
         "\n<|im_start|>user\n<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response><|im_end|>\n"

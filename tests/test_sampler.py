@@ -36,9 +36,7 @@ def draw(logits: np.ndarray, position: int | np.ndarray, w: Warp) -> tuple[np.nd
     return np.asarray(ids), np.asarray(drawn), np.asarray(full)
 
 
-def exact(
-    logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> np.ndarray:
+def exact(logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
     """Log-probs of the sampling distribution in float64, token by token from the definitions."""
     scaled = logits.astype(np.float64) / temperature
     p = np.exp(scaled - scaled.max())

@@ -219,9 +219,7 @@ def asked(name: str, ids: Items[int], max_tokens: int = 4) -> Request:
 
 
 def scheduler(**sizes: int) -> Scheduler:
-    return Scheduler(
-        **({"num_pages": 33, "page_size": SIZE, "max_slots": 4, "max_context": 64, "tokens_per_step": 16} | sizes)
-    )
+    return Scheduler(**({"num_pages": 33, "page_size": SIZE, "max_slots": 4, "max_context": 64, "tokens_per_step": 16} | sizes))
 
 
 class Device:

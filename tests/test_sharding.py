@@ -155,9 +155,7 @@ def test_route_copies_shard_to_shard(source: tuple[int, int], target: tuple[int,
     if source[0] * source[1] * spare > 8 or target[0] * target[1] > 8:
         return
     shape = (12, 24)
-    here = NamedSharding(
-        make_mesh({"fsdp": source[0], "tensor": source[1], "data": spare}), PartitionSpec("fsdp", "tensor")
-    )
+    here = NamedSharding(make_mesh({"fsdp": source[0], "tensor": source[1], "data": spare}), PartitionSpec("fsdp", "tensor"))
     there = NamedSharding(
         make_mesh({"fsdp": target[0], "tensor": target[1]}, jax.devices()[::-1]), PartitionSpec("tensor", "fsdp")
     )
@@ -171,9 +169,7 @@ def test_route_copies_shard_to_shard(source: tuple[int, int], target: tuple[int,
     assert pieces(way.after) == pieces(way.before)
     for fine, coarse in ((here, way.common), (way.before, way.common), (there, way.after)):
         for device, index in coarse.devices_indices_map(shape).items():
-            for whole_range, part_range, size in zip(
-                index, fine.devices_indices_map(shape)[device], shape, strict=True
-            ):
+            for whole_range, part_range, size in zip(index, fine.devices_indices_map(shape)[device], shape, strict=True):
                 part, outer = range(size)[part_range], range(size)[whole_range]
                 assert outer[0] <= part[0] and part[-1] <= outer[-1]
 
@@ -197,9 +193,7 @@ def test_pieces_that_neither_side_holds_evenly() -> None:
     weights = {"down": Weight((F, D), ("ffn", "model"), 0.02)}
     rules = Rules({"ffn": "fsdp"})
     here = init(weights, jax.random.key(7), jnp.float32, rules.shardings(make_mesh({"fsdp": 3}), weights))
-    there = reshard(
-        here, weights, weights, rules.shardings(make_mesh({"fsdp": 4}, devices(3, 4)), weights), jnp.float32
-    )
+    there = reshard(here, weights, weights, rules.shardings(make_mesh({"fsdp": 4}, devices(3, 4)), weights), jnp.float32)
     assert_same(there, whole(here))
 
 
@@ -235,9 +229,7 @@ def test_manifest_lists_every_fault_and_moves_nothing() -> None:
 
 
 def test_manifest_counts_layers() -> None:
-    shallow = {
-        name: Weight((2, *w.shape[1:]), w.dims, w.init) if "blocks" in name else w for name, w in STACKED.items()
-    }
+    shallow = {name: Weight((2, *w.shape[1:]), w.dims, w.init) if "blocks" in name else w for name, w in STACKED.items()}
     params = init(STACKED, jax.random.key(9), jnp.float32, layout("one device", STACKED))
     with pytest.raises(ValueError, match=r"source: blocks\.2\.q is extra"):
         reshard(params, STACKED, shallow, layout("one device", shallow), jnp.float32)

@@ -164,9 +164,7 @@ def test_settings(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(directory)
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (256, (257, 256), None)
     assert tokenizer.chat_template == "one"
-    write_json_tokenizer(
-        directory, chat_template=[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-    )
+    write_json_tokenizer(directory, chat_template=[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}])
     assert Tokenizer.load(directory).chat_template == "d"
     (directory / "chat_template.jinja").write_text("{{ three }}")
     assert Tokenizer.load(directory).chat_template == "{{ three }}"
