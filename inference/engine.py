@@ -65,7 +65,8 @@ class Engine:
     ):
         if config.max_context > model.max_positions:
             raise ValueError(
-                f"engine.max_context: {config.max_context} exceeds the model's {model.max_positions} positions; lower it"
+                f"engine.max_context: {config.max_context} exceeds the {model.max_positions} positions the model was trained "
+                f"for; lower it"
             )
         self.model, self.config = model, config
         self.runner = Runner(model, config, dtype, mesh, rules)
@@ -182,6 +183,10 @@ class Engine:
 
     def resume(self) -> None:
         self.paused = False
+
+    def forget(self) -> None:
+        """Empties the prefix cache, but for pages in use."""
+        self.scheduler.tree.evict(self.config.num_pages, self.version)
 
     def _set_params(self, params: Mapping[str, jax.Array], version: int) -> None:
         weights, dtype = self.runner.definition.weights, self.runner.dtype

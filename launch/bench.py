@@ -5,7 +5,6 @@ loop   where a step's time goes, and tokens per second of each phase
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch.cli import run_main, set_up_jax
+from launch.cli import read_config, run_main, set_up_jax
 from rl.config import RunConfig, build
 from rl.loop import Records, evaluate, reinforcement_step
 from rl.run import make_run
@@ -22,19 +21,9 @@ from rl.run import make_run
 PHASES = ("rollout", "reward", "pack", "train", "publish", "evaluate")
 
 
-def read_config_file(path: str) -> RunConfig:
-    """The RunConfig of a file in configs/."""
-    spec = importlib.util.spec_from_file_location("experiment", path)
-    if spec is None or spec.loader is None or not Path(path).exists():
-        raise ValueError(f"--config: there is no Python file {path}; give one in configs/")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return build(RunConfig, module.get_config().to_dict())
-
-
 def loop(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs a few steps of a config and one evaluation; seconds are per step, but `evaluate` is per evaluation."""
-    config = read_config_file(arguments.config)
+    config: RunConfig = build(RunConfig, read_config(arguments.config))
     run = make_run(config)
     run.warm_up()
     lines = []

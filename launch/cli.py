@@ -1,11 +1,31 @@
-"""What every entry point shares."""
+"""What every entry point shares: the config and its overrides, one line for a mistake, the compilation cache."""
 
+import argparse
+import ast
+import importlib.util
+import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import jax
 from absl import logging
+
+from rl.config import RunConfig, build
+
+OVERRIDE = "--config."
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print its usage and leave."""
+
+    def __init__(self, doc: str | None):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help shows the usage")
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -19,8 +39,63 @@ def run_main(main: Callable[[], None]) -> None:
         sys.exit(2)
 
 
+def parse_config(parser: Parser) -> tuple[argparse.Namespace, RunConfig, str]:
+    """The command line with `--config FILE [--config.key=value ...]`: its other arguments, the config, and that as JSON.
+
+    Raises:
+        ValueError: an unknown argument, or a config that is not one.
+    """
+    parser.add_argument("--config", metavar="FILE", required=True, help="of configs/; --config.key=value overrides a key of it")
+    arguments, rest = parser.parse_known_args()
+    values = read_config(arguments.config, rest)
+    return arguments, build(RunConfig, values), json.dumps(values, indent=2)
+
+
+def read_config(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What `get_config()` of a Python file returns, as nested dicts, after `--config.a.b=value` overrides.
+
+    A value is a Python literal, or else a string; `true` and `false` are bools.
+
+    Raises:
+        ValueError: there is no such file, or an override that is not one.
+    """
+    spec = importlib.util.spec_from_file_location("experiment", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise ValueError(f"--config: there is no Python file {path}; give one in configs/")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ValueError(f"--config: {path} has no get_config(); define it, as the files in configs/ do")
+    values: dict[str, Any] = module.get_config().to_dict()
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not name.startswith(OVERRIDE) or not equals:
+            raise ValueError(f"{text}: unknown argument; override a key of the config as {OVERRIDE}key=value")
+        *sections, key = name.removeprefix(OVERRIDE).split(".")
+        section = values
+        for part in sections:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise ValueError(f"{name.removeprefix('--')}: {part!r} has no keys below it; override it as a whole")
+        section[key] = value if isinstance(section.get(key), str) else _literal(value)
+    return values
+
+
+def _literal(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 def set_up_jax() -> None:
-    """A persistent compilation cache in runs/, so that the same command starts faster the second time; quiet libraries."""
+    """A persistent compilation cache in runs/, so that the same command starts faster the second time; quiet libraries.
+
+    Another cache, named in JAX_COMPILATION_CACHE_DIR, stays.
+    """
     logging.set_verbosity(logging.WARNING)
-    jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -4,21 +4,15 @@ The same command again goes on from the last checkpoint. The last line on standa
 """
 
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from absl import app, flags
-from ml_collections import config_flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from launch.cli import run_main, set_up_jax
-from rl.config import RunConfig, build
+from launch.cli import Parser, parse_config, run_main, set_up_jax
 from rl.loop import train
 from rl.rollout import Rollout
-
-CONFIG = config_flags.DEFINE_config_file("config", None, "Path of a file in configs/; override with --config.key=value.")
 
 
 class TerminalReporter:
@@ -57,19 +51,13 @@ class TerminalReporter:
         self.console.rule()
 
 
-def main(_: list[str]) -> None:
-    def run() -> None:
-        if CONFIG.value is None:
-            raise ValueError("--config: give a file in configs/, as in --config configs/tiny.py")
-        config: RunConfig = build(RunConfig, CONFIG.value.to_dict())
-        set_up_jax()
-        with TerminalReporter(config.name) as reporter:
-            result = train(config, CONFIG.value.to_json(indent=2), reporter)
-        print(json.dumps(result), flush=True)
-
-    run_main(run)
+def main() -> None:
+    _, config, config_json = parse_config(Parser(__doc__))
+    set_up_jax()
+    with TerminalReporter(config.name) as reporter:
+        result = train(config, config_json, reporter)
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("config")
-    app.run(main, sys.argv)
+    run_main(main)

@@ -32,8 +32,31 @@ def dot(spec: str, x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def _dot(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
+    x, w = x.astype(dtype), w.astype(dtype)
     precision = None if dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
-    return jnp.einsum(spec, x.astype(dtype), w.astype(dtype), precision=precision, preferred_element_type=accumulator(dtype))
+    tiled = _tiled(spec, x, w) if dtype == np.float32 else None
+    spec, x, w = tiled or (spec, x, w)
+    out = jnp.einsum(spec, x, w, precision=precision, preferred_element_type=accumulator(dtype))
+    return out.sum(axis=0) if tiled else out
+
+
+def _tiled(spec: str, x: jax.Array, w: jax.Array, tile: int = 64) -> tuple[str, jax.Array, jax.Array] | None:
+    """The product with its one summed dim cut into tiles, which lead the result: sums of sums halve a float32 product's
+    rounding error (measured against float64). None up to 128 terms (fixed-order sums stay one product) or where tiles do not fit."""
+    operands, out = spec.split("->")
+    left, right = operands.split(",")
+    summed = [letter for letter in left if letter in right and letter not in out]
+    size = x.shape[left.index(summed[0])] if len(summed) == 1 else 0
+    if size <= 128 or size % tile:
+        return None
+    letter = summed[0]
+
+    def cut(array: jax.Array, letters: str) -> jax.Array:
+        at = letters.index(letter)
+        return array.reshape(*array.shape[:at], size // tile, tile, *array.shape[at + 1 :])
+
+    left_z, right_z = (letters.replace(letter, f"z{letter}") for letters in (left, right))
+    return f"{left_z},{right_z}->z{out}", cut(x, left), cut(w, right)
 
 
 def _dot_forward(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype):

@@ -12,6 +12,8 @@ from inference.runner import EngineConfig
 from rl.advantages import Baseline, Std
 from rl.trainer import OptimizerConfig
 
+DTYPES = ("bfloat16", "float32")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
@@ -125,6 +127,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.steps < 0 or self.warmup.steps < 0:
             raise ValueError(f"steps, warmup.steps: must be 0 or more, got {self.steps} and {self.warmup.steps}")
+        if self.model.dtype not in DTYPES:
+            raise ValueError(f"model.dtype: {self.model.dtype!r} is unknown; use one of {DTYPES}")
         if self.rollout.samples < 2:
             raise ValueError("rollout.samples: a group needs at least 2 samples, or every advantage is 0")
         if self.rollout.temperature <= 0:
@@ -175,6 +179,9 @@ def _value(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
         return _build(hint, value, where, errors)
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(value)
+    if origin is Mapping and isinstance(value, Mapping):
+        of = typing.get_args(hint)[1]
+        return value if of is Any else {key: _value(of, item, f"{where}.{key}", errors) for key, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if origin is typing.Literal:

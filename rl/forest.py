@@ -240,7 +240,7 @@ def pack(branches: Sequence[Branch], layout: Layout) -> tuple[list[MicroBatch], 
 
 def _assemble(rows: list[_Row], layout: Layout) -> MicroBatch:
     B, T, N, Q, C = layout.rows, layout.tokens, layout.query_blocks, QUERY_BLOCK, layout.context
-    tokens, positions, slot = (np.zeros((B, T), np.int32) for _ in range(3))
+    tokens, positions = (np.zeros((B, T), np.int32) for _ in range(2))
     read, target = (np.zeros((B, T), np.int32) for _ in range(2))
     end = np.broadcast_to(np.arange(1, T + 1, dtype=np.int32), (B, T)).copy()  # padding sees itself only
     query, key = np.full((B, N, Q), T, np.int32), np.full((B, N, C), T, np.int32)
@@ -253,11 +253,10 @@ def _assemble(rows: list[_Row], layout: Layout) -> MicroBatch:
         for number, (first, last, keys) in enumerate(row.blocks):
             query[b, number, : last - first] = np.arange(first, last)
             key[b, number] = keys
-            slot[b, first:last] = number * Q + np.arange(last - first)
         for branch, entries in row.branches:
             index[len(order), : len(entries)] = b * T + np.asarray(entries, np.int32)
             mask[len(order), : len(entries)] = True
             order.append(branch)
-    blocks = ForestBlocks(end=end, query=query, key=key, slot=slot)
+    blocks = ForestBlocks(end=end, query=query, key=key)
     forest = Forest(tokens=tokens, positions=positions, blocks=blocks, read=read, target=target, index=index, mask=mask)
     return MicroBatch(forest, np.asarray(order))

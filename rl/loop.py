@@ -31,7 +31,7 @@ from rl.config import RunConfig
 from rl.environments import EVAL_KEYS, TRAIN_KEYS, constant_answer
 from rl.rollout import Rollout
 from rl.run import Run, export, make_run
-from rl.trainer import Sample, Trainer
+from rl.trainer import Sample
 
 WARMUP_OFFSET = len(TRAIN_KEYS) // 2
 """supervised tasks come from the upper half of the train keys, so no task is seen twice"""
@@ -62,20 +62,14 @@ class Records:
             kept = [line for line in self._lines(name) if line["step"] <= resume_step]
             if resume_step == 0:
                 kept = []
-            self._replace(name, "".join(json.dumps(line) + "\n" for line in kept))
+            _write_whole(directory / name, "".join(json.dumps(line) + "\n" for line in kept))
         self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.directory / name
-        lines = path.read_text().splitlines() if path.exists() else []
-        # Only the last line can be cut, by a kill in the middle of a write; its step is made again.
-        return [json.loads(line) for line in lines if line.endswith("}")]
-
-    def _replace(self, name: str, text: str) -> None:
-        path = self.directory / name
-        temporary = path.with_suffix(path.suffix + ".new")
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        # what follows the last newline was cut by a kill in the middle of a write; its step is made again
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.directory / name).open("a") as file:
@@ -95,7 +89,15 @@ class Records:
 
     def rollouts(self, label: str, rollouts: Sequence[Rollout]) -> None:
         """One file a batch, one episode a line, written whole."""
-        self._replace(f"rollouts/{label}.jsonl", "".join(rollout.graph.to_json() + "\n" for rollout in rollouts))
+        text = "".join(rollout.graph.to_json() + "\n" for rollout in rollouts)
+        _write_whole(self.directory / "rollouts" / f"{label}.jsonl", text)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A kill leaves the old file or the new one."""
+    temporary = path.with_suffix(path.suffix + ".new")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, Any]:
@@ -106,6 +108,7 @@ def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, A
     started, computed = time.perf_counter(), run.engine.stats.computed_tokens
     sampled = run.rollout(tasks, label=f"eval-{step}", samples=section.samples)
     greedy = run.rollout(tasks, label=f"greedy-{step}", samples=1, greedy=True)
+    run.engine.forget()  # a resumed run has no evaluation's pages either, so its counts of cached tokens are the same
     answer, score = constant_answer(run.environment, keys)
     if records is not None:
         records.rollouts(f"eval_{step:06d}", [*sampled, *greedy])
@@ -199,39 +202,45 @@ def reinforcement_step(run: Run, step: int, records: Records, on_transcript: Cal
     }
 
 
-def prepare_directory(config: RunConfig, config_json: str) -> Path:
-    """The run's folder, with its config; refuses one that holds a run of another config."""
-    directory = Path(config.run_dir) / config.name
+def check_directory(directory: Path, config_json: str) -> None:
+    """Refuses a folder that holds a run of another config.
+
+    Raises:
+        ValueError: names every key that differs.
+    """
     path = directory / "config.json"
     if path.exists():
-        old, new = json.loads(path.read_text()), json.loads(config_json)
-        changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and k not in CHANGEABLE)
+        changed = _changed(json.loads(path.read_text()), json.loads(config_json))
+        changed = sorted(key for key in changed if key.split(".")[0] not in CHANGEABLE)
         if changed:
             raise ValueError(
                 f"config.{', config.'.join(changed)}: differs from the run that {directory} holds; give this run another "
                 f"config.name, or remove that folder"
             )
-    directory.mkdir(parents=True, exist_ok=True)
-    path.write_text(config_json)
-    return directory
+
+
+def _changed(old: Any, new: Any, where: str = "") -> list[str]:
+    """Dotted names of what differs between two configs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [name for key in old.keys() | new.keys() for name in _changed(old.get(key), new.get(key), f"{where}.{key}")]
+    return [where.removeprefix(".")] if old != new else []
 
 
 def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, Any]:
     """Runs, or goes on with, a whole run; returns its summary."""
     directory = Path(config.run_dir) / config.name
-    restored: dict[str, Any] = {}
     total = config.warmup.steps + config.steps
 
-    def restore(trainer: Trainer) -> None:
-        prepare_directory(config, config_json)  # only now: a config that does not fit its model leaves no folder behind
-        restored["checkpoints"] = checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
-        if (latest := checkpoints.latest()) is not None:
-            reporter.phase(f"resuming from step {latest}")
-            trainer.state, _ = checkpoints.restore(latest, trainer.state)
-
+    check_directory(directory, config_json)
     reporter.phase("loading the model")
-    run = make_run(config, restore)
-    checkpoints: Checkpoints = restored["checkpoints"]
+    run = make_run(config)
+    directory.mkdir(parents=True, exist_ok=True)  # only now: a config that does not fit leaves no folder behind
+    _write_whole(directory / "config.json", config_json)
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+    if (latest := checkpoints.latest()) is not None:
+        reporter.phase(f"resuming from step {latest}")
+        run.trainer.state, _ = checkpoints.restore(latest, run.trainer.state)
+        run.publish()
     start = run.trainer.step
     records = Records(directory, start)
     reporter.phase("compiling")

@@ -20,8 +20,8 @@ from models.config import ModelConfig, read_config
 from models.hf import load_hf, resolve, save_hf
 from models.tokenizer import ByteTokenizer, Tokenizer
 from models.transformer import describe
-from rl.config import Placement, RunConfig
-from rl.environments import Arithmetic, Environment, ReasoningGym, Task
+from rl.config import Placement, RunConfig, build
+from rl.environments import EVAL_KEYS, Arithmetic, Environment, ReasoningGym, Task
 from rl.forest import Layout
 from rl.renderers import RENDERERS, Renderer
 from rl.rollout import Rollout, run_episodes
@@ -118,7 +118,7 @@ def _mesh(placement: Placement, side: str) -> tuple[Mesh, Rules]:
 def make_model(config: RunConfig) -> tuple[ModelConfig, Path | None, Tokenizer | ByteTokenizer]:
     """Shape and tokenizer of the run's model, checked against each other."""
     if config.model.source == "random":
-        model, source, tokenizer = ModelConfig(**config.model.shape), None, ByteTokenizer()
+        model, source, tokenizer = build(ModelConfig, config.model.shape, "config.model.shape"), None, ByteTokenizer()
     else:
         source = resolve(config.model.source)
         model, tokenizer = read_config(source), Tokenizer.load(source)
@@ -199,19 +199,37 @@ def make_engine(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engi
     )
 
 
-def make_run(config: RunConfig, restore: Callable[[Trainer], None] | None = None) -> Run:
-    """All pieces of a run.
+def check_prompts(config: RunConfig, environment: Environment, renderer: Renderer) -> None:
+    """Refuses prompts that leave no room for an answer, before a run starts: those of the evaluation and the first step.
 
-    Args:
-        restore: puts a checkpoint into the trainer before the engine gets its weights.
+    Raises:
+        ValueError: a prompt does not fit the engine's context, or with its answer not the trainer's rows.
+    """
+    trained = range(config.rollout.prompts if config.steps else 0)
+    for key in (*EVAL_KEYS[: config.evaluation.tasks], *trained):
+        n = len(renderer.render(list(environment.task(key).messages)))
+        if n >= config.engine.max_context:
+            raise ValueError(
+                f"engine.max_context: {config.engine.max_context} tokens have no room for the {n} prompt tokens of task {key} "
+                f"of {environment.name!r} and one sampled token; raise it, or make the environment's tasks shorter"
+            )
+        longest = min(n + config.rollout.max_tokens, config.engine.max_context)
+        if longest > config.trainer.tokens_per_row:
+            raise ValueError(
+                f"trainer.tokens_per_row: {config.trainer.tokens_per_row} tokens cannot hold the {n} prompt tokens of task "
+                f"{key} of {environment.name!r} and up to {longest - n} sampled ones; raise it, or lower rollout.max_tokens"
+            )
+
+
+def make_run(config: RunConfig) -> Run:
+    """All pieces of a run.
 
     Raises:
         ValueError: a part of the config does not fit the model, the devices or another part.
     """
     model, source, tokenizer = make_model(config)
     environment, renderer = make_environment(config, tokenizer)
+    check_prompts(config, environment, renderer)
     trainer = make_trainer(config, model, source)
-    if restore is not None:
-        restore(trainer)
     engine = make_engine(config, model, trainer)
     return Run(config, model, source, tokenizer, environment, renderer, trainer, engine)

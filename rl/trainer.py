@@ -9,6 +9,7 @@ The forward rounds masters to the published dtype, so it computes with the very 
 sees rows or trees; its denominators are those of the whole batch.
 """
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -146,6 +147,12 @@ class Trainer:
     ):
         if loss not in LOSSES:
             raise ValueError(f"trainer.loss: {loss!r} is unknown; use one of {sorted(LOSSES)}")
+        given = set(loss_options or {})
+        options = {p.name: p.default for p in inspect.signature(LOSSES[loss]).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        if unknown := sorted(given - options.keys()):
+            raise ValueError(f"trainer.loss_options: {loss!r} does not know {unknown}; its options are {sorted(options)}")
+        if missing := [n for n, default in options.items() if default is inspect.Parameter.empty and n not in given]:
+            raise ValueError(f"trainer.loss_options: {loss!r} needs {missing}; set them")
         self.rows_ways = int(np.prod([mesh.shape.get(axis, 1) for axis in BATCH_AXES]))
         if layout.rows % self.rows_ways:
             raise ValueError(
@@ -207,7 +214,7 @@ class Trainer:
         """Pure: one optimizer step."""
         updates, optimizer = self.optimizer.update(dict(grads), state.optimizer, state.masters)
         masters = optax.apply_updates(state.masters, updates)
-        metrics = {"grad_norm": optax.global_norm(dict(grads)), "update_norm": optax.global_norm(updates)}
+        metrics = {"grad_norm": optax.tree.norm(dict(grads)), "update_norm": optax.tree.norm(updates)}
         return TrainState(masters, optimizer, state.step + 1), metrics
 
     def lower(self, loss: str | None = None) -> dict[str, Any]:
