@@ -10,7 +10,7 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.name = "quickstart"
     config.seed = 0
-    config.steps = 30
+    config.steps = 32
     config.model = {"source": "runs/models/smollm2-135m-instruct", "dtype": "bfloat16"}
     config.environment = {
         "kind": "reasoning_gym",
@@ -37,9 +37,9 @@ def get_config() -> ConfigDict:
     }
     config.trainer = {
         "tokens_per_row": 1024,
-        "remat": "none",
+        "remat": "block",
         "loss": "grpo",
-        "learning_rate": 2e-5,
+        "learning_rate": 4e-5,
         "mesh": {"data": 1},
     }
     config.evaluation = {"tasks": 64, "samples": 4}

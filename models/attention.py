@@ -66,15 +66,15 @@ def attend_blocks(
     ).reshape(K, N, W, G * Q, KEY_BLOCK)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True).max(axis=2, keepdims=True))
     p = exp_from(scores, top)
-    # The denominator is one more column of v, so that it is summed exactly as the numerators are; the zeros make it a width
-    # at which the place of masked keys does not matter.
-    ones, zeros = jnp.ones((*v.shape[:-1], 1), v.dtype), jnp.zeros((*v.shape[:-1], -(h + 1) % COLUMNS), v.dtype)
-    v = jnp.concatenate([v, ones, zeros], axis=-1)
+    # At widths that are a multiple of COLUMNS the place of masked keys does not matter; so too the sums that divide are products.
+    if h % COLUMNS:
+        v = jnp.pad(v, ((0, 0),) * 4 + ((0, -h % COLUMNS),))
     parts = dot("knwmc,knwch->knwmh", p, v, v.dtype)
-    total = parts[:, :, 0]
+    sums = dot("knwmc,ch->knwmh", p, jnp.ones((KEY_BLOCK, COLUMNS), v.dtype), v.dtype)[..., 0]
+    total, mass = parts[:, :, 0], sums[:, :, 0]
     for block in range(1, W):
-        total = total + parts[:, :, block]
-    out = total[..., :h] / jnp.broadcast_to(total[..., h : h + 1], (*total.shape[:-1], h))
+        total, mass = total + parts[:, :, block], mass + sums[:, :, block]
+    out = total[..., :h] / jnp.broadcast_to(mass[..., None], (*total.shape[:-1], h))
     return out.reshape(K, N, G, Q, h).transpose(1, 3, 0, 2, 4).reshape(N, Q, H * h)
 
 
