@@ -15,7 +15,8 @@ from typing import Any
 
 from launch.cli import read_config, run_main, set_up_jax
 from rl.config import RunConfig, build
-from rl.loop import Records, evaluate, reinforcement_step
+from rl.files import Records
+from rl.loop import evaluate, reinforcement_step
 from rl.run import make_run
 
 PHASES = ("rollout", "reward", "pack", "train", "publish", "evaluate")

@@ -112,7 +112,14 @@ def _mesh(placement: Placement, side: str) -> tuple[Mesh, Rules]:
     try:
         return make_mesh(placement.mesh, devices), Rules(dict(placement.rules))
     except ValueError as error:
-        raise ValueError(f"{side}.mesh: {error}") from error
+        raise ValueError(f"{side}.{error}") from error
+
+
+def _shardings(rules: Rules, mesh: Mesh, weights: Mapping[str, Weight], side: str) -> dict[str, jax.sharding.Sharding]:
+    try:
+        return rules.shardings(mesh, weights)
+    except ValueError as error:
+        raise ValueError(f"{side}.{error}") from error
 
 
 def make_model(config: RunConfig) -> tuple[ModelConfig, Path | None, Tokenizer | ByteTokenizer]:
@@ -176,7 +183,7 @@ def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None) -> 
         )
 
     weights = describe(model)
-    shardings = rules.shardings(mesh, weights)
+    shardings = _shardings(rules, mesh, weights, "trainer")
     if source is None:
         return with_masters(init(weights, jax.random.key(config.seed), jnp.float32, shardings))
     loaded = load_hf(source, model)
@@ -191,7 +198,7 @@ def make_engine(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engi
     return Engine(
         model,
         _pick(EngineConfig, config.engine),
-        published_params(trainer, weights, rules.shardings(mesh, weights), dtype),
+        published_params(trainer, weights, _shardings(rules, mesh, weights, "engine"), dtype),
         version=trainer.step,
         dtype=dtype,
         mesh=mesh,
@@ -203,21 +210,27 @@ def check_prompts(config: RunConfig, environment: Environment, renderer: Rendere
     """Refuses prompts that leave no room for an answer, before a run starts: those of the evaluation and the first step.
 
     Raises:
-        ValueError: a prompt does not fit the engine's context, or with its answer not the trainer's rows.
+        ValueError: a prompt with its answer does not fit the engine's context or pages, or the trainer's rows.
     """
-    trained = range(config.rollout.prompts if config.steps else 0)
+    engine, trained = config.engine, range(config.rollout.prompts if config.steps else 0)
     for key in (*EVAL_KEYS[: config.evaluation.tasks], *trained):
         n = len(renderer.render(list(environment.task(key).messages)))
-        if n >= config.engine.max_context:
+        what = f"the {n} prompt tokens of task {key} of {environment.name!r}"
+        if n >= engine.max_context:
             raise ValueError(
-                f"engine.max_context: {config.engine.max_context} tokens have no room for the {n} prompt tokens of task {key} "
-                f"of {environment.name!r} and one sampled token; raise it, or make the environment's tasks shorter"
+                f"engine.max_context: {engine.max_context} tokens have no room for {what} and one sampled token; raise it, or "
+                f"make the tasks shorter"
             )
-        longest = min(n + config.rollout.max_tokens, config.engine.max_context)
-        if longest > config.trainer.tokens_per_row:
+        longest = min(n + config.rollout.max_tokens, engine.max_context)
+        if longest > (engine.num_pages - 1) * engine.page_size:
             raise ValueError(
-                f"trainer.tokens_per_row: {config.trainer.tokens_per_row} tokens cannot hold the {n} prompt tokens of task "
-                f"{key} of {environment.name!r} and up to {longest - n} sampled ones; raise it, or lower rollout.max_tokens"
+                f"engine.num_pages: {engine.num_pages} pages of {engine.page_size} tokens, one spare, cannot hold {what} and "
+                f"up to {longest - n} sampled ones; raise it, or lower rollout.max_tokens"
+            )
+        if key in trained and longest > config.trainer.tokens_per_row:
+            raise ValueError(
+                f"trainer.tokens_per_row: {config.trainer.tokens_per_row} tokens cannot hold {what} and up to {longest - n} "
+                f"sampled ones; raise it, or lower rollout.max_tokens"
             )
 
 

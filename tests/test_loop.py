@@ -16,8 +16,9 @@ import pytest
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from models.tokenizer import ByteTokenizer
 from rl.environments import Message, Reward, Step, Task, finish, make_task
+from rl.files import Records, check_directory
 from rl.graph import Graph
-from rl.loop import Records, check_directory, samples_of
+from rl.loop import samples_of
 from rl.renderers import ChatML
 from rl.rollout import Rollout, run_episodes
 
@@ -323,7 +324,6 @@ def test_tiny_learns(unbroken: tuple[Path, dict[str, Any]]) -> None:
 def test_a_killed_run_goes_on(unbroken: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Killed while a checkpoint is written, then in the middle of a step, with a cut last line: the same files, bit for bit."""
     directory, expected = unbroken
-    again = tmp_path / "tiny"
 
     def steps_done() -> int:
         path = again / "metrics.jsonl"
@@ -332,15 +332,20 @@ def test_a_killed_run_goes_on(unbroken: tuple[Path, dict[str, Any]], tmp_path: P
     def writes_checkpoint() -> bool:
         return any("orbax-checkpoint-tmp" in path.name for path in again.glob("checkpoints/*"))
 
-    kill_when(start(tmp_path, *LONG), writes_checkpoint)
+    for attempt in range(4):  # on a busy machine the kill may come too late to cut the checkpoint
+        run_dir = tmp_path / str(attempt)
+        again = run_dir / "tiny"
+        kill_when(start(run_dir, *LONG), writes_checkpoint)
+        if not (again / "checkpoints" / "5").exists():
+            break
+    else:
+        pytest.fail("no kill came in time")
     assert steps_done() == 5
-    assert not (again / "checkpoints" / "5").exists(), "the kill came too late to cut the checkpoint"
-    kill_when(start(tmp_path, *LONG), lambda: steps_done() == 12)
-    assert (again / "checkpoints" / "10").exists() and not (again / "checkpoints" / "15").exists()
+    kill_when(start(run_dir, *LONG), lambda: steps_done() >= 12)
+    assert (again / "checkpoints" / "10").exists() and steps_done() < STEPS
     with (again / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "phase": "rl", "rew')
-    process = start(tmp_path, *LONG)
-    result = finished(process)
+        file.write('{"step": 20, "phase": "rl", "rew')
+    result = finished(start(run_dir, *LONG))
 
     assert lines_of(again / "evaluations.jsonl") == lines_of(directory / "evaluations.jsonl")
     assert lines_of(again / "metrics.jsonl") == lines_of(directory / "metrics.jsonl")
@@ -349,11 +354,14 @@ def test_a_killed_run_goes_on(unbroken: tuple[Path, dict[str, Any]], tmp_path: P
     assert {k: v for k, v in result.items() if k not in timed} == {k: v for k, v in expected.items() if k not in timed}
 
     kept = {path: path.read_bytes() for path in again.rglob("*") if path.is_file() and "tensorboard" not in path.parts}
-    once_more = finished(start(tmp_path, *LONG))
+    process = start(run_dir, *LONG)
+    out, err = process.communicate(timeout=100)
+    assert err == "tiny: all 20 steps are done; config.steps above 20 goes on\n"  # no model is loaded, nothing compiled
+    once_more = json.loads(out)
     assert {path: path.read_bytes() for path in kept} == kept
     assert {k: v for k, v in once_more.items() if k != "compile_s"} == {k: v for k, v in result.items() if k != "compile_s"}
 
-    process = start(tmp_path, *LONG, "--config.trainer.learning_rate=0.1")
+    process = start(run_dir, *LONG, "--config.trainer.learning_rate=0.1")
     out, err = process.communicate(timeout=100)
     assert process.returncode == 2 and not out
     assert err.splitlines()[-1].startswith("error: config.trainer.learning_rate: differs from the run that ")

@@ -120,6 +120,7 @@ def whole(loss: str) -> tuple[dict[str, float], Masters]:
     return step(fresh("one", loss), batch(), loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "loss", "micro_batches"),
     [
