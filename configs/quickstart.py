@@ -43,6 +43,6 @@ def get_config() -> ConfigDict:
         "mesh": {"data": 1},
     }
     config.evaluation = {"tasks": 64, "samples": 4}
-    config.checkpoint = {"every": 0, "keep": 1}
+    config.checkpoint = {"every": 16, "keep": 1}
     config.transcripts_every = 10
     return config

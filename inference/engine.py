@@ -354,15 +354,16 @@ class AsyncEngine:
             async with self._boundary:
                 for request_id in [i for i, future in self._waiting.items() if future.cancelled()]:
                     del self._waiting[request_id]
-                    self.engine.cancel(request_id)
+                    with suppress(ValueError):  # an abort finished it first
+                        self.engine.cancel(request_id)
                 try:
                     done = await asyncio.to_thread(self.engine.step)
                 except Exception as error:
                     self._fail(error)
                     return
                 for completion in done:
-                    future = self._waiting.pop(completion.request_id)
-                    if not future.done():
+                    future = self._waiting.pop(completion.request_id, None)
+                    if future is not None and not future.done():
                         future.set_result(completion)
             if self.engine.paused:
                 await asyncio.sleep(0.001)

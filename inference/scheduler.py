@@ -5,7 +5,6 @@ decode step, several are a prefill; a preempted sequence is simply one with noth
 """
 
 import itertools
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from inference.pages import PagePool
@@ -210,9 +209,6 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
-
-    def find(self, wanted: Callable[[Sequence], bool]) -> Iterable[Sequence]:
-        return [s for s in (*self.running, *self.waiting) if wanted(s)]
 
     def check(self) -> None:
         """Asserts that every page is free, or held by exactly those who say so."""

@@ -1,19 +1,18 @@
 """Benchmarks, each a command: `python -m launch.bench NAME [--json] ...`. The last line of --json is one object.
 
 loop   where a step's time goes, and tokens per second of each phase
-       [--config configs/tiny.py] [--steps 3]
+       [--config configs/tiny.py] [--config.key=value ...] [--steps 3]
 """
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch.cli import read_config, run_main, set_up_jax
+from launch.cli import Parser, read_config, run_main, set_up_jax
 from rl.config import RunConfig, build
 from rl.files import Records
 from rl.loop import evaluate, reinforcement_step
@@ -24,7 +23,9 @@ PHASES = ("rollout", "reward", "pack", "train", "publish", "evaluate")
 
 def loop(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs a few steps of a config and one evaluation; seconds are per step, but `evaluate` is per evaluation."""
-    config: RunConfig = build(RunConfig, read_config(arguments.config))
+    if arguments.steps < 1:
+        raise ValueError(f"--steps: must be at least 1, got {arguments.steps}")
+    config: RunConfig = build(RunConfig, read_config(arguments.config, arguments.overrides))
     run = make_run(config)
     run.warm_up()
     lines = []
@@ -77,22 +78,18 @@ def show(result: dict[str, Any], indent: int = 0) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, prog="python -m launch.bench")
     names = parser.add_subparsers(dest="name", required=True)
     command = names.add_parser("loop")
     command.add_argument("--config", default="configs/tiny.py")
     command.add_argument("--steps", type=int, default=3)
     for each in names.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on the last line")
-    arguments = parser.parse_args()
-
-    def run() -> None:
-        set_up_jax()
-        result = BENCHMARKS[arguments.name](arguments)
-        show(result) if not arguments.json else print(json.dumps(result), flush=True)
-
-    run_main(run)
+    arguments, arguments.overrides = parser.parse_known_args()
+    set_up_jax()
+    result = BENCHMARKS[arguments.name](arguments)
+    show(result) if not arguments.json else print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -21,8 +21,9 @@ OVERRIDE = "--config."
 class Parser(argparse.ArgumentParser):
     """Raises ValueError where argparse would print its usage and leave."""
 
-    def __init__(self, doc: str | None):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    def __init__(self, description: str | None = None, **options: Any):
+        options |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(description=description, **options)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help shows the usage")
@@ -54,7 +55,8 @@ def parse_config(parser: Parser) -> tuple[argparse.Namespace, RunConfig, str]:
 def read_config(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """What `get_config()` of a Python file returns, as nested dicts, after `--config.a.b=value` overrides.
 
-    A value is a Python literal, or else a string; `true` and `false` are bools.
+    A value is a Python literal, or else a string; `true` and `false` are bools. Where the file has a string, numbers and
+    bools stay strings.
 
     Raises:
         ValueError: there is no such file, or an override that is not one.
@@ -77,7 +79,9 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
                 raise ValueError(f"{name.removeprefix('--')}: {part!r} has no keys below it; override it as a whole")
-        section[key] = value if isinstance(section.get(key), str) else _literal(value)
+        literal = _literal(value)
+        keep = isinstance(section.get(key), str) and not (literal is None or isinstance(literal, tuple))
+        section[key] = value if keep else literal
     return values
 
 

@@ -7,14 +7,13 @@ SOURCE is a GGUF file, a model directory, a hub id (`org/name`), a run's folder 
 bfloat16, under the standard names.
 """
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 
-from launch.cli import run_main, set_up_jax
+from launch.cli import Parser, run_main, set_up_jax
 from models.config import read_config
 from models.gguf import convert_gguf, embedded_gguf
 from models.hf import check_free, load_hf, resolve, save_hf
@@ -60,7 +59,7 @@ def export_checkpoint(directory: Path, dest: Path) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m launch.convert", description="Makes a Hugging Face model directory.")
+    parser = Parser(__doc__, prog="python -m launch.convert")
     parser.add_argument("source", metavar="SOURCE", help="GGUF file, model directory, hub id, run folder, or `embedded`")
     parser.add_argument("dest", metavar="DEST", type=Path, help="directory to make; must not exist")
     args = parser.parse_args()

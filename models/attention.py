@@ -66,7 +66,8 @@ def attend_blocks(
     ).reshape(K, N, W, G * Q, KEY_BLOCK)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True).max(axis=2, keepdims=True))
     p = exp_from(scores, top)
-    # At widths that are a multiple of COLUMNS the place of masked keys does not matter; so too the sums that divide are products.
+    # At widths that are a multiple of COLUMNS the place of masked keys does not matter. The denominators are a product too,
+    # so that they are summed exactly as the numerators are.
     if h % COLUMNS:
         v = jnp.pad(v, ((0, 0),) * 4 + ((0, -h % COLUMNS),))
     parts = dot("knwmc,knwch->knwmh", p, v, v.dtype)

@@ -42,7 +42,8 @@ def _dot(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
 
 def _tiled(spec: str, x: jax.Array, w: jax.Array, tile: int = 64) -> tuple[str, jax.Array, jax.Array] | None:
     """The product with its one summed dim cut into tiles, which lead the result: sums of sums halve a float32 product's
-    rounding error (measured against float64). None up to 128 terms (fixed-order sums stay one product) or where tiles do not fit."""
+    rounding error (measured against float64). None up to 128 terms, where fixed-order sums stay one product, and where
+    tiles do not fit."""
     operands, out = spec.split("->")
     left, right = operands.split(",")
     summed = [letter for letter in left if letter in right and letter not in out]

@@ -6,13 +6,39 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from inference.runner import EngineConfig
 from rl.advantages import Baseline, Std
 from rl.trainer import OptimizerConfig
+from sharding.rules import Axes
 
 DTYPES = ("bfloat16", "float32")
+MINIMA = {
+    "steps": 0,
+    "transcripts_every": 0,
+    "environment.max_turns": 1,
+    "engine.first_device": 0,
+    "rollout.prompts": 1,
+    "rollout.samples": 2,
+    "rollout.max_tokens": 1,
+    "trainer.first_device": 0,
+    "trainer.warmup_steps": 0,
+    "trainer.rows": 1,
+    "trainer.tokens_per_row": 1,
+    "warmup.steps": 0,
+    "warmup.tasks": 1,
+    "evaluation.tasks": 1,
+    "evaluation.samples": 1,
+    "evaluation.every": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+}
+"""least values of whole numbers; the engine checks its own sizes"""
+TEMPERATURES = (1e-4, 1e4)
+"""least and most"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +68,7 @@ class RolloutSection:
     prompts: int
     """tasks of a step"""
     samples: int
-    """episodes of each task: the size of a group"""
+    """episodes of each task: the size of a group; of one alone, every advantage is 0"""
     max_tokens: int
     """most tokens sampled in a turn"""
     temperature: float = 1.0
@@ -57,7 +83,7 @@ class Placement:
 
     mesh: Mapping[str, int] = field(default_factory=lambda: {"data": 1})
     """axis -> size, outermost first"""
-    rules: Mapping[str, Any] = field(default_factory=dict)
+    rules: Mapping[str, Axes] = field(default_factory=dict)
     """logical dim -> mesh axis, axes or None"""
     first_device: int = 0
     """the mesh takes devices from this one on: the same as the other side's to share them, or others"""
@@ -106,7 +132,7 @@ class CheckpointSection:
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     name: str
-    """the run's folder in `run_dir`"""
+    """the run's folder in `run_dir`: a plain name"""
     steps: int
     """reinforcement-learning steps"""
     model: ModelSection
@@ -125,14 +151,27 @@ class RunConfig:
     """write the final weights as a Hugging Face directory"""
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.warmup.steps < 0:
-            raise ValueError(f"steps, warmup.steps: must be 0 or more, got {self.steps} and {self.warmup.steps}")
+        errors = [
+            f"{key}: must be at least {least}, got {attrgetter(key)(self)}"
+            for key, least in MINIMA.items()
+            if attrgetter(key)(self) < least
+        ]
+        for key in ("trainer.learning_rate", "trainer.clip_norm"):
+            if not attrgetter(key)(self) > 0:
+                errors.append(f"{key}: must be above 0, got {attrgetter(key)(self)}")
+        if self.name in ("", "..") or Path(self.name).name != self.name:
+            errors.append(f"name: {self.name!r} is no plain folder name; choose one, and set run_dir for where it is")
         if self.model.dtype not in DTYPES:
-            raise ValueError(f"model.dtype: {self.model.dtype!r} is unknown; use one of {DTYPES}")
-        if self.rollout.samples < 2:
-            raise ValueError("rollout.samples: a group needs at least 2 samples, or every advantage is 0")
-        if self.rollout.temperature <= 0:
-            raise ValueError("rollout.temperature: must be above 0; greedy samples cannot be trained on")
+            errors.append(f"model.dtype: {self.model.dtype!r} is unknown; use one of {DTYPES}")
+        if not TEMPERATURES[0] <= self.rollout.temperature <= TEMPERATURES[1]:
+            errors.append(
+                f"rollout.temperature: must be from {TEMPERATURES[0]} to {TEMPERATURES[1]}, got {self.rollout.temperature}; "
+                f"greedy samples cannot be trained on"
+            )
+        if self.trainer.loss == "sft":
+            errors.append("trainer.loss: 'sft' has no advantages to train on; use warmup.steps for supervised steps")
+        if errors:
+            raise ValueError("; ".join(errors))
 
 
 def build(cls: type, given: Mapping[str, Any], where: str = "config") -> Any:
@@ -177,21 +216,36 @@ def _value(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         assert isinstance(hint, type)
         return _build(hint, value, where, errors)
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(value)
     if origin is Mapping and isinstance(value, Mapping):
         of = typing.get_args(hint)[1]
-        return value if of is Any else {key: _value(of, item, f"{where}.{key}", errors) for key, item in value.items()}
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if origin is typing.Literal:
-        fits = value in typing.get_args(hint)
-        expected = f"one of {typing.get_args(hint)}"
-    else:
-        kind = Mapping if origin is not None and issubclass(origin, Mapping) else hint
-        plain = kind if isinstance(kind, type | types.UnionType) else object
-        fits = isinstance(value, plain) and not (isinstance(value, bool) and plain is int)
-        expected = getattr(plain, "__name__", str(plain))
-    if not fits:
+        return {key: _value(of, item, f"{where}.{key}", errors) for key, item in value.items()}
+    try:
+        return _plain(hint, value)
+    except TypeError:
+        if origin is typing.Literal:
+            expected = f"one of {typing.get_args(hint)}"
+        else:
+            expected = hint.__name__ if isinstance(hint, type) and origin is not tuple else str(hint)
         errors.append(f"{where}: expected {expected}, got {value!r}")
-    return value
+        return value
+
+
+def _plain(hint: Any, value: Any) -> Any:
+    """The value as its hint says: lists become tuples, ints floats. TypeError where it does not fit."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or (origin is typing.Literal and value in inner):
+        return value
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_plain(inner[0], item) for item in value)
+    if origin is types.UnionType:
+        for each in inner:
+            try:
+                return _plain(each, value)
+            except TypeError:
+                pass
+    number = isinstance(value, int) and not isinstance(value, bool)
+    if hint is float and number:
+        return float(value)
+    if origin is None and isinstance(hint, type) and isinstance(value, hint) and (hint is not int or number):
+        return value
+    raise TypeError

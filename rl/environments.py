@@ -129,24 +129,23 @@ def answer_text(message: Message, rule: AnswerRule = "first_line") -> str:
     return text if rule == "whole" else text.split("\n", 1)[0].strip()
 
 
-def constant_answer(env: Environment, keys: Sequence[int]) -> tuple[str, float]:
+def constant_answer(env: Environment, keys: Sequence[int]) -> tuple[str, float] | None:
     """The one answer that scores best on all these tasks, and its mean total reward: what not reading the prompt earns.
 
     Candidates are the tasks' own answers, scored by the environment; unscored tasks do not count. Ties: the earliest.
+    None where no task has an answer, or none is scored.
     """
     tasks = [env.task(key) for key in keys]
     candidates = list(dict.fromkeys(task.answer for task in tasks if task.answer is not None))
-    if not candidates:
-        raise ValueError(f"keys: none of these {len(tasks)} tasks of {env.name!r} has an answer; give keys that have one")
 
-    def mean_score(answer: str) -> float:
+    def mean_score(answer: str) -> float | None:
         turn: Message = {"role": "assistant", "content": answer}
         totals = [total_reward(env.step(task, [*task.messages, turn]).rewards) for task in tasks]
         scored = [total for total in totals if total is not None]
-        return math.fsum(scored) / len(scored) if scored else -math.inf
+        return math.fsum(scored) / len(scored) if scored else None
 
-    best = max(candidates, key=mean_score)
-    return best, mean_score(best)
+    means = [(answer, mean) for answer in candidates if (mean := mean_score(answer)) is not None]
+    return max(means, key=lambda pair: pair[1], default=None)
 
 
 class Arithmetic:
@@ -234,6 +233,10 @@ class ReasoningGym:
         self.question, self.joiner, self.separator = question, joiner, separator
         self.answer_rule: AnswerRule = answer_rule
         self._blocks: dict[int, Any] = {}
+        try:
+            self._block(0)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ValueError(f"environment.options: {dataset!r} refuses {options} ({error}); change these values") from error
         self.examples = tuple(self._example(EXAMPLE_KEYS[i]) for i in range(num_examples))
 
     def _block(self, key: int) -> Any:
@@ -256,11 +259,11 @@ class ReasoningGym:
         entry = self._entry(key)
         if entry["answer"] is None:
             raise ValueError(f"num_examples: {self.dataset!r} knows no answers to show; use num_examples=0")
-        return self.question.format(question=entry["question"]), entry["answer"]
+        return self.question.replace("{question}", entry["question"]), entry["answer"]
 
     def task(self, key: int) -> Task:
         entry = self._entry(key)
-        question = self.question.format(question=entry["question"])
+        question = self.question.replace("{question}", entry["question"])
         messages: list[Message] = []
         if self.system is not None:
             messages.append({"role": "system", "content": self.system})
@@ -280,14 +283,14 @@ class ReasoningGym:
 
 
 def _reasoning_gym(dataset: str, options: Mapping[str, Any]) -> Any:
-    """The reasoning_gym module, after checking the names of the data set and of its options."""
+    """The reasoning_gym module, after checking that it is there, and the names of the data set and of its options."""
     try:
         gym = importlib.import_module("reasoning_gym")
         known = importlib.import_module("reasoning_gym.factory").DATASETS
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "reasoning_gym":
             raise
-        raise ImportError("reasoning_gym is not installed; install the extra `env`: pip install -e '.[env]'") from error
+        raise ValueError("environment.kind: install reasoning_gym, in the extra `env`: pip install -e '.[env]'") from error
     if dataset not in known:
         close = difflib.get_close_matches(dataset, known, n=5, cutoff=0.4)
         raise ValueError(f"dataset: reasoning_gym has no {dataset!r}; close names: {', '.join(close) or 'none'}")

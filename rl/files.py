@@ -1,18 +1,29 @@
 """The files of a run: its records, the config they belong to, and what they come to."""
 
+import dataclasses
+import fcntl
+import hashlib
+import importlib.metadata
 import json
 import os
-from collections.abc import Mapping, Sequence
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from rl.config import RunConfig, build
 from rl.rollout import Rollout
 
 CHANGEABLE = {"steps", "checkpoint", "transcripts_every", "export"}
 """config keys that a resumed run may change"""
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
+"""those whose versions a run records"""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 
 
 class Records:
@@ -23,13 +34,14 @@ class Records:
 
     def __init__(self, directory: Path, resume_step: int):
         self.directory = directory
+        self._resume_step = resume_step
+        self._events: SummaryWriter | None = None
         (directory / "rollouts").mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             kept = [line for line in self._lines(name) if line["step"] <= resume_step]
             if resume_step == 0:
                 kept = []
             write_whole(directory / name, "".join(json.dumps(line) + "\n" for line in kept))
-        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.directory / name
@@ -40,12 +52,15 @@ class Records:
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.directory / name).open("a") as file:
             file.write(json.dumps(line) + "\n")
+        if self._events is None:  # not before: reading a finished run's records leaves no event file
+            self._events = SummaryWriter(str(self.directory / "tensorboard"), purge_step=self._resume_step + 1)
         for key, value in line.items():
             if isinstance(value, int | float) and key != "step":
                 self._events.add_scalar(f"{name.removesuffix('.jsonl')}/{key}", value, line["step"])
 
     def close(self) -> None:
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
 
     def metrics(self) -> list[dict[str, Any]]:
         return self._lines("metrics.jsonl")
@@ -67,14 +82,21 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_directory(directory: Path, config_json: str) -> None:
-    """Refuses a folder that holds a run of another config.
+    """Refuses a folder that holds a run of another config; what is left to its default is equal to that default.
 
     Raises:
         ValueError: names every key that differs.
     """
     path = directory / "config.json"
     if path.exists():
-        changed = _changed(json.loads(path.read_text()), json.loads(config_json))
+        try:
+            old = _built(path.read_text())
+        except ValueError as error:
+            raise ValueError(
+                f"{path}: is no config of this version of twinax ({error}); give this run another config.name, or remove "
+                f"that folder"
+            ) from error
+        changed = _changed(old, _built(config_json))
         changed = sorted(key for key in changed if key.split(".")[0] not in CHANGEABLE)
         if changed:
             raise ValueError(
@@ -83,11 +105,77 @@ def check_directory(directory: Path, config_json: str) -> None:
             )
 
 
+def _built(config_json: str) -> dict[str, Any]:
+    """A config with its defaults, without the place of its folder, which may move."""
+    config = dataclasses.asdict(build(RunConfig, json.loads(config_json)))
+    del config["run_dir"]
+    return config
+
+
 def _changed(old: Any, new: Any, where: str = "") -> list[str]:
     """Dotted names of what differs between two configs."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [name for key in old.keys() | new.keys() for name in _changed(old.get(key), new.get(key), f"{where}.{key}")]
     return [where.removeprefix(".")] if old != new else []
+
+
+@contextmanager
+def lock(directory: Path) -> Iterator[None]:
+    """Holds a run's folder, which is made if need be, for this process alone; freed at the end, or by a kill.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{directory}: another process is at this run; wait until it ends, or give this run another config.name"
+            ) from error
+        yield
+
+
+def run_record(
+    config_json: str, model_source: Path | None, renderer_name: str, renderer_version: int, seed: int
+) -> dict[str, Any]:
+    """What a run was made with. Hashes are sha256; None: there is no such file, or no git checkout."""
+    weights = sorted(model_source.glob("*.safetensors")) if model_source else []
+    tokenizer = [model_source / name for name in TOKENIZER_FILES] if model_source else []
+    return {
+        "id": json.loads(config_json)["name"],
+        "config_sha256": hashlib.sha256(config_json.encode()).hexdigest(),
+        "code_commit": _commit(Path(__file__).resolve().parents[1]),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "tokenizer_sha256": _sha256([path for path in tokenizer if path.is_file()]),
+        "model_sha256": _sha256(weights),
+        "renderer": renderer_name,
+        "renderer_version": renderer_version,
+        "seed": seed,
+    }
+
+
+def _commit(checkout: Path) -> str | None:
+    """What HEAD of a checkout names."""
+    if not (checkout / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _sha256(paths: Sequence[Path]) -> str | None:
+    """Of the files one after the other, a megabyte at a time: of one file, what `sha256sum` prints."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    return digest.hexdigest() if paths else None
 
 
 def summary(records: Records, compile_s: float) -> dict[str, Any]:
@@ -123,5 +211,5 @@ def summary(records: Records, compile_s: float) -> dict[str, Any]:
         "prefix_hit_rate": over("prefix_hit_rate") / max(len(steps), 1),
         "max_abs_logprob_gap": max((line["max_abs_gap"] for line in steps), default=0.0),
         "mean_k3": sum(line["k3"] * line["tokens"] for line in steps) / max(tokens, 1),
-        "compiles_after_warmup": max((line["compiles"] for line in lines), default=0),
+        "compiles_after_warmup": sum(line["compiles"] for line in lines),
     }

@@ -15,6 +15,7 @@ as if it had not been.
 """
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,14 +27,11 @@ from models.compiles import CompileCounter
 from rl.advantages import group_advantages
 from rl.checkpoint import Checkpoints
 from rl.config import RunConfig
-from rl.environments import EVAL_KEYS, TRAIN_KEYS, constant_answer
-from rl.files import Records, check_directory, summary, write_whole
+from rl.environments import EVAL_KEYS, TRAIN_KEYS
+from rl.files import Records, check_directory, lock, run_record, summary, write_whole
 from rl.rollout import Rollout
-from rl.run import Run, export, make_run
+from rl.run import Run, export, make_run, warmup_keys
 from rl.trainer import Sample
-
-WARMUP_OFFSET = len(TRAIN_KEYS) // 2
-"""supervised tasks come from the upper half of the train keys, so no task is seen twice"""
 
 
 class Reporter(Protocol):
@@ -47,7 +45,8 @@ class Reporter(Protocol):
 
 
 def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, Any]:
-    """Mean reward on the held-out tasks: `eval` at the rollout temperature, `greedy`, and `constant_answer` beside them."""
+    """Mean reward on the held-out tasks: `eval` at the rollout temperature, `greedy`, and `constant_answer` beside them (None
+    where the tasks have no answers)."""
     section = run.config.evaluation
     keys = EVAL_KEYS[: section.tasks]
     tasks = [run.environment.task(key) for key in keys]
@@ -55,7 +54,7 @@ def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, A
     sampled = run.rollout(tasks, label=f"eval-{step}", samples=section.samples)
     greedy = run.rollout(tasks, label=f"greedy-{step}", samples=1, greedy=True)
     run.engine.forget()  # a resumed run has no evaluation's pages either, so its counts of cached tokens are the same
-    answer, score = constant_answer(run.environment, keys)
+    answer, score = run.constant_answer(keys) or (None, None)
     if records is not None:
         records.rollouts(f"eval_{step:06d}", [*sampled, *greedy])
     return {
@@ -96,14 +95,13 @@ def samples_of(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list
 def supervised_step(run: Run, step: int) -> dict[str, Any]:
     """One step on the tasks' own answers."""
     count = run.config.warmup.tasks
-    first = WARMUP_OFFSET + (step - 1) * count
     samples = []
-    for number, key in enumerate(range(first, first + count)):
+    for number, key in enumerate(warmup_keys(run.config)[(step - 1) * count : step * count]):
         task = run.environment.task(key)
         if task.answer is None:
             raise ValueError(f"warmup: task {key} of {task.env!r} has no answer to learn; set warmup.steps = 0")
         prompt = run.renderer.render(list(task.messages))
-        answer = [*run.tokenizer.encode(task.answer), run.renderer.stop_ids[0]][: run.trainer.layout.length]
+        answer = [*run.tokenizer.encode(task.answer), run.renderer.stop_ids[0]]
         n = len(prompt) + len(answer)
         weights = np.zeros(n, np.float32)
         weights[len(prompt) :] = 1
@@ -116,7 +114,7 @@ def supervised_step(run: Run, step: int) -> dict[str, Any]:
 def reinforcement_step(run: Run, step: int, records: Records, on_transcript: Callable[[Rollout], None]) -> dict[str, Any]:
     """Rollout, reward, advantages, one optimizer step."""
     config = run.config.rollout
-    first = (step - 1 - run.config.warmup.steps) * config.prompts
+    first = _first_key(run.config, step)
     tasks = [run.environment.task(key) for key in TRAIN_KEYS[first : first + config.prompts]]
     started = time.perf_counter()
     computed = run.engine.stats.computed_tokens
@@ -128,8 +126,14 @@ def reinforcement_step(run: Run, step: int, records: Records, on_transcript: Cal
     groups = [(rollout.task.env, rollout.task.key) for rollout in rollouts]
     advantages, scored = group_advantages(rewards, groups, std=config.std, baseline=config.baseline)
     if not scored.any():
-        raise ValueError("environment: no episode of the step was scored; see the rollouts' error classes")
-    metrics = run.trainer.train(samples_of(rollouts, advantages.tolist()), temperature=config.temperature)
+        raise ValueError(f"environment: no episode of step {step} was scored; rollouts/step_{step:06d}.jsonl has their errors")
+    # An episode without a reward teaches nothing, and must not dilute the others' denominators.
+    kept = [
+        (rollout, advantage)
+        for rollout, advantage in zip(rollouts, advantages.tolist(), strict=True)
+        if rollout.reward is not None
+    ]
+    metrics = run.trainer.train(samples_of(*zip(*kept, strict=True)), temperature=config.temperature)
     lengths = [rollout.sampled_tokens for rollout in rollouts]
     per_group = np.asarray(advantages).reshape(config.prompts, config.samples)
     reward_s = sum(rollout.environment_s for rollout in rollouts)
@@ -137,6 +141,7 @@ def reinforcement_step(run: Run, step: int, records: Records, on_transcript: Cal
         "phase": "rl",
         "reward": float(np.mean([reward for reward in rewards if reward is not None])),
         "zero_signal_groups": float((per_group == 0).all(axis=1).mean()),
+        "unscored": float(1 - scored.mean()),
         "length_mean": float(np.mean(lengths)),
         "cut": float(np.mean([rollout.graph.episode.stop_reason == "length" for rollout in rollouts])),
         "prefix_hit_rate": sum(r.cached_tokens for r in rollouts) / sum(r.prompt_tokens for r in rollouts),
@@ -152,7 +157,6 @@ def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, 
     """Runs, or goes on with, a whole run; returns its summary."""
     directory = Path(config.run_dir) / config.name
     total = config.warmup.steps + config.steps
-
     check_directory(directory, config_json)
     if (done := _finished(directory, config, total)) is not None:
         reporter.phase(f"all {total} steps are done; config.steps above {config.steps} goes on")
@@ -160,51 +164,75 @@ def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, 
     reporter.phase("loading the model")
     run = make_run(config)
     directory.mkdir(parents=True, exist_ok=True)  # only now: a config that does not fit leaves no folder behind
-    write_whole(directory / "config.json", config_json)
+    with lock(directory):
+        renderer = run.renderer
+        about = run_record(config_json, run.source, renderer.name, renderer.version, config.seed)
+        write_whole(directory / "run.json", json.dumps({"id": config.name, **about}, indent=2))
+        write_whole(directory / "config.json", config_json)
+        return _train(run, directory, total, config_json, reporter)
+
+
+def _train(run: Run, directory: Path, total: int, config_json: str, reporter: Reporter) -> dict[str, Any]:
+    config = run.config
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
     if (latest := checkpoints.latest()) is not None:
         reporter.phase(f"resuming from step {latest}")
-        run.trainer.state, _ = checkpoints.restore(latest, run.trainer.state)
+        run.trainer.state, meta = checkpoints.restore(latest, run.trainer.state)
+        assert meta["step"] == run.trainer.step and meta["next_key"] == _first_key(config, latest + 1), meta
         run.publish()
     start = run.trainer.step
     records = Records(directory, start)
+    if start < total:
+        shutil.rmtree(directory / "hf", ignore_errors=True)  # of a shorter run; made again at the end
     reporter.phase("compiling")
     run.warm_up()
     evaluated = {line["step"] for line in records.evaluations()}
+
+    compiles = CompileCounter()  # of steps and evaluations; writing a checkpoint may compile
 
     def evaluation(step: int) -> None:
         if step not in evaluated:
             reporter.phase(f"evaluating at step {step}")
             records.append("evaluations.jsonl", evaluate(run, step, records))
 
-    evaluation(0) if start == 0 else None
-    with CompileCounter() as compiles:
-        for step in range(start + 1, total + 1):
-            began = time.perf_counter()
-            if step <= config.warmup.steps:
-                metrics = supervised_step(run, step)
-            else:
-                show = config.transcripts_every and (step - 1) % config.transcripts_every == 0
-                metrics = reinforcement_step(
-                    run, step, records, lambda r, step=step, show=show: _show(run, reporter, step, r) if show else None
-                )
-            published = time.perf_counter()
-            run.publish()
-            ended = time.perf_counter()
-            metrics |= {"time/publish_s": ended - published, "time/step_s": ended - began, "compiles": compiles.count}
-            records.append("metrics.jsonl", {"step": step, **metrics})
-            reporter.step(step, total, metrics)
+    def take(step: int) -> None:
+        began = time.perf_counter()
+        if step <= config.warmup.steps:
+            metrics = supervised_step(run, step)
+        else:
+            metrics = reinforcement_step(run, step, records, lambda rollout: _show(run, reporter, step, rollout))
+        published = time.perf_counter()
+        run.publish()
+        ended = time.perf_counter()
+        metrics |= {"time/publish_s": ended - published, "time/step_s": ended - began, "compiles": compiles.count}
+        records.append("metrics.jsonl", {"step": step, **metrics})
+        reporter.step(step, total, metrics)
+
+    compiled = 0
+    if start == 0:
+        with compiles:
+            evaluation(0)
+        compiled = compiles.count
+    for step in range(start + 1, total + 1):
+        with compiles:
+            take(step)
             if step == total or (config.evaluation.every and step % config.evaluation.every == 0):
                 evaluation(step)
-            if step == total or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                meta = {"step": step, "next_key": (step - config.warmup.steps) * config.rollout.prompts, "seed": config.seed}
-                checkpoints.save(step, run.trainer.state, {**meta, "config": json.loads(config_json)})
+        compiled += compiles.count
+        if step == total or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            meta = {"step": step, "next_key": _first_key(config, step + 1), "seed": config.seed}
+            checkpoints.save(step, run.trainer.state, {**meta, "config": json.loads(config_json)})
     checkpoints.close()
     records.close()
-    if config.export and not (directory / "hf").exists():
+    if config.export:
         reporter.phase("exporting")
         export(run.trainer, run.source, directory / "hf")
-    return summary(records, run.compile_s)
+    return summary(records, run.compile_s) | {"compiles_after_warmup": compiled}
+
+
+def _first_key(config: RunConfig, step: int) -> int:
+    """The data cursor: the first train key of a step; supervised steps have keys of their own."""
+    return max(0, step - 1 - config.warmup.steps) * config.rollout.prompts
 
 
 def _finished(directory: Path, config: RunConfig, total: int) -> dict[str, Any] | None:
@@ -222,5 +250,5 @@ def _finished(directory: Path, config: RunConfig, total: int) -> dict[str, Any] 
 
 
 def _show(run: Run, reporter: Reporter, step: int, rollout: Rollout) -> None:
-    text = run.tokenizer.decode(rollout.graph.path_ids(len(rollout.graph.nodes) - 1))
-    reporter.transcript(step, rollout, text)
+    if (every := run.config.transcripts_every) and (step - 1) % every == 0:
+        reporter.transcript(step, rollout, run.tokenizer.decode(rollout.graph.path_ids(len(rollout.graph.nodes) - 1)))

@@ -71,9 +71,9 @@ class Episode:
     stop_reason: str | None = None
     rewards: tuple[Reward, ...] = ()
     error: str | None = None
-    """class of the error that failed it; apart from the reward"""
-    queue_s: float = 0.0
+    """class and text of the error that failed it; apart from the reward"""
     generate_s: float = 0.0
+    """from submitting requests to their completions, queue included"""
     environment_s: float = 0.0
 
 

@@ -36,7 +36,7 @@ class TokenizerLike(Protocol):
 
 
 class Renderer(Protocol):
-    """Messages <-> ids for one chat format. `name` and `version` go into the run's record."""
+    """Messages <-> ids for one chat format. `name` and `version` go into run.json."""
 
     @property
     def name(self) -> str: ...

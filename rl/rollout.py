@@ -7,7 +7,7 @@ All episodes of a batch advance together; the engine batches whatever is in flig
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import jax
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from rl.environments import Environment, Message, Task, total_reward
 from rl.graph import Graph
-from rl.records import Call, Episode
+from rl.records import Call, Episode, EpisodeStatus
 from rl.renderers import Renderer
 
 
@@ -50,7 +50,10 @@ class Rollout:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sampled_tokens: int = 0
+    generate_s: float = 0.0
+    """from submitting to the completion, queue included"""
     environment_s: float = 0.0
+    submitted: float = 0.0
 
     @property
     def reward(self) -> float | None:
@@ -73,15 +76,18 @@ def run_episodes(
     label: str,
     seed: int,
     trainable: bool,
+    max_context: int,
     max_turns: int = 1,
-    on_done: Callable[[Rollout], None] = lambda rollout: None,
 ) -> list[Rollout]:
     """Runs `samples` episodes of each task, in task order; all are in flight together.
+
+    An environment that raises fails its episode, which then has no reward; the others go on.
 
     Args:
         params: of every request; its seed and stop ids are set here.
         label: names the batch; request ids and noise derive from it, the task and the sample.
         trainable: whether the record may be trained on (greedy samples may not).
+        max_context: most tokens of an episode; one that would outgrow it between turns ends there, truncated.
 
     Raises:
         ValueError: a prompt does not fit the engine's context.
@@ -90,7 +96,8 @@ def run_episodes(
     for task in tasks:
         prompt = tuple(renderer.render(list(task.messages)))
         for number in range(samples):
-            name = f"{label}/{task.key}/{number}"
+            name = f"{label}/{task.env}/{task.key}/{number}"
+            assert name not in rollouts, f"two tasks of a batch are {name}"
             episode = Episode(
                 id=name,
                 env=task.env,
@@ -108,9 +115,8 @@ def run_episodes(
     while running:
         for completion in engine.step():
             name = completion.request_id.rsplit("#", 1)[0]
-            if _advance(environment, renderer, rollouts[name], completion, params, max_turns):
+            if _advance(environment, renderer, rollouts[name], completion, params, max_turns, max_context):
                 running.remove(name)
-                on_done(rollouts[name])
             else:
                 _submit(engine, renderer, name, rollouts[name], params)
     return list(rollouts.values())
@@ -119,6 +125,7 @@ def run_episodes(
 def _submit(engine: SamplerEngine, renderer: Renderer, name: str, rollout: Rollout, params: SamplingParams) -> None:
     own = replace(params, seed=rollout.graph.episode.seed, stop_ids=tuple(renderer.stop_ids))
     prompt = tuple(rollout.graph.path_ids(rollout.node))
+    rollout.submitted = time.perf_counter()
     engine.submit(Request(id=f"{name}#{rollout.turns}", prompt_ids=prompt, params=own))
 
 
@@ -129,40 +136,57 @@ def _advance(
     completion: Completion,
     params: SamplingParams,
     max_turns: int,
+    max_context: int,
 ) -> bool:
     """Records a completion and asks the environment; True when the episode is over."""
     graph = rollout.graph
-    if completion.finish_reason is FinishReason.ABORT:
-        graph.finish("aborted", stop_reason="abort")
-        return True
+    rollout.generate_s += time.perf_counter() - rollout.submitted
     message = renderer.parse(completion.ids.tolist())
-    parent = graph.add_completion(
-        rollout.node,
-        request_id=completion.request_id,
-        prompt_ids=completion.prompt_ids,
-        ids=completion.ids.tolist(),
-        logprobs=completion.logprobs.tolist(),
-        logprobs_full=completion.logprobs_full.tolist(),
-        versions=completion.versions.tolist(),
-        temperature=params.temperature,
-        finish_reason=completion.finish_reason.value,
-        message=message,
-        cached_tokens=completion.cached_tokens,
-    )
+    node = rollout.node
+    if len(completion.ids):
+        node = graph.add_completion(
+            rollout.node,
+            request_id=completion.request_id,
+            prompt_ids=completion.prompt_ids,
+            ids=completion.ids.tolist(),
+            logprobs=completion.logprobs.tolist(),
+            logprobs_full=completion.logprobs_full.tolist(),
+            versions=completion.versions.tolist(),
+            temperature=params.temperature,
+            finish_reason=completion.finish_reason.value,
+            message=message,
+            cached_tokens=completion.cached_tokens,
+        )
+
+    def over(status: EpisodeStatus, reason: str, **changes: Any) -> bool:
+        times = {"generate_s": rollout.generate_s, "environment_s": rollout.environment_s}
+        graph.finish(status, stop_reason=reason, **times, **changes)
+        return True
+
+    if completion.finish_reason is FinishReason.ABORT:
+        if node != rollout.node:
+            graph.mark(node, "abandoned")
+        return over("aborted", "abort")
     rollout.turns += 1
     rollout.messages.append(message)
     rollout.prompt_tokens += len(completion.prompt_ids)
     rollout.cached_tokens += completion.cached_tokens
     rollout.sampled_tokens += len(completion.ids)
     started = time.perf_counter()
-    step = environment.step(rollout.task, rollout.messages)
-    rollout.environment_s += time.perf_counter() - started
-    if step.done or rollout.turns >= max_turns:
-        status = "completed" if step.done else "truncated"
-        reason = completion.finish_reason.value if step.done else "max_turns"
-        graph.finish(status, rewards=step.rewards, stop_reason=reason, environment_s=rollout.environment_s)
-        return True
-    ids = graph.path_ids(parent)
-    rollout.node = graph.extend([*ids, *renderer.bridge(ids, list(step.messages))], messages=step.messages, kind="tool")
+    try:
+        step = environment.step(rollout.task, rollout.messages)
+    except Exception as error:  # whatever a scorer does to odd text, it is not the run's end, nor a reward of 0
+        return over("failed", "environment", error=f"{type(error).__name__}: {error}")
+    finally:
+        rollout.environment_s += time.perf_counter() - started
+    if step.done:
+        return over("completed", completion.finish_reason.value, rewards=step.rewards)
+    if rollout.turns >= max_turns:
+        return over("truncated", "max_turns", rewards=step.rewards)
+    ids = graph.path_ids(node)
+    prompt = [*ids, *renderer.bridge(ids, list(step.messages))]
+    if len(prompt) >= max_context:
+        return over("truncated", "context", rewards=step.rewards)
+    rollout.node = graph.extend(prompt, messages=step.messages, kind="tool")
     rollout.messages.extend(step.messages)
     return False

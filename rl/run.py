@@ -21,7 +21,7 @@ from models.hf import load_hf, resolve, save_hf
 from models.tokenizer import ByteTokenizer, Tokenizer
 from models.transformer import describe
 from rl.config import Placement, RunConfig, build
-from rl.environments import EVAL_KEYS, Arithmetic, Environment, ReasoningGym, Task
+from rl.environments import EVAL_KEYS, TRAIN_KEYS, Arithmetic, Environment, ReasoningGym, Task, constant_answer
 from rl.forest import Layout
 from rl.renderers import RENDERERS, Renderer
 from rl.rollout import Rollout, run_episodes
@@ -47,6 +47,7 @@ class Run:
     trainer: Trainer
     engine: Engine
     compile_s: float = 0.0
+    _constant: tuple[list[int], tuple[str, float] | None] | None = None
 
     def warm_up(self) -> None:
         """Compiles every program of a step; after it nothing is compiled."""
@@ -57,6 +58,12 @@ class Run:
             self.trainer.warm_up("sft")
         jax.block_until_ready(self._published())
         self.compile_s += time.perf_counter() - started
+
+    def constant_answer(self, keys: Sequence[int]) -> tuple[str, float] | None:
+        """As `rl.environments.constant_answer`; scoring every answer on every task is done once."""
+        if self._constant is None or self._constant[0] != list(keys):
+            self._constant = list(keys), constant_answer(self.environment, keys)
+        return self._constant[1]
 
     def _published(self) -> dict[str, jax.Array]:
         runner = self.engine.runner
@@ -73,7 +80,7 @@ class Run:
         self.engine.resume()
 
     def rollout(
-        self, tasks: Sequence[Task], *, label: str, samples: int, greedy: bool = False, trainable: bool = False, **options: Any
+        self, tasks: Sequence[Task], *, label: str, samples: int, greedy: bool = False, trainable: bool = False
     ) -> list[Rollout]:
         config = self.config.rollout
         params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0 if greedy else config.temperature)
@@ -87,8 +94,8 @@ class Run:
             label=label,
             seed=self.config.seed,
             trainable=trainable,
+            max_context=min(self.config.engine.max_context, self.config.trainer.tokens_per_row),
             max_turns=self.config.environment.max_turns,
-            **options,
         )
 
 
@@ -206,14 +213,21 @@ def make_engine(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engi
     )
 
 
+def warmup_keys(config: RunConfig) -> range:
+    """Train keys of all supervised steps: from the upper half, so that no task is seen twice."""
+    first = len(TRAIN_KEYS) // 2
+    return TRAIN_KEYS[first : first + config.warmup.steps * config.warmup.tasks]
+
+
 def check_prompts(config: RunConfig, environment: Environment, renderer: Renderer) -> None:
-    """Refuses prompts that leave no room for an answer, before a run starts: those of the evaluation and the first step.
+    """Refuses prompts that leave no room for an answer, before a run starts.
 
     Raises:
         ValueError: a prompt with its answer does not fit the engine's context or pages, or the trainer's rows.
     """
-    engine, trained = config.engine, range(config.rollout.prompts if config.steps else 0)
-    for key in (*EVAL_KEYS[: config.evaluation.tasks], *trained):
+    engine = config.engine
+    trained = {*TRAIN_KEYS[: config.steps * config.rollout.prompts], *warmup_keys(config)}
+    for key in (*EVAL_KEYS[: config.evaluation.tasks], *sorted(trained)):
         n = len(renderer.render(list(environment.task(key).messages)))
         what = f"the {n} prompt tokens of task {key} of {environment.name!r}"
         if n >= engine.max_context:

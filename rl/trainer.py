@@ -44,7 +44,7 @@ class OptimizerConfig:
 
     learning_rate: float
     warmup_steps: int = 0
-    """steps over which the rate rises linearly from 0"""
+    """steps over which the rate rises linearly, from its share of one step"""
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
@@ -115,11 +115,11 @@ def log_probs(definition: Definition, params: Params, forest: Forest, temperatur
     """Log-prob of each branch's trained tokens, `[S, L]` (0 where there is none); each is read at its parent."""
     model = definition.bind(params)
     hidden = model(jnp.asarray(forest.tokens), jnp.asarray(forest.positions), ForestContext(forest.blocks, model.dtype))
-    B, T, D = hidden.shape
-    at_parent = jnp.take_along_axis(hidden, forest.read[..., None], axis=1).reshape(B * T, D)
-    used = jnp.zeros(B * T, bool).at[jnp.where(forest.mask, forest.index, B * T)].set(True, mode="drop")
-    chunk = next(c for c in range(min(LOGITS_CHUNK, B * T), 0, -1) if (B * T) % c == 0)
-    logp = token_log_probs(model, at_parent, jnp.reshape(forest.target, -1), temperature, used, chunk)
+    B, T, _ = hidden.shape
+    at_parent = jnp.take_along_axis(hidden, forest.read[..., None], axis=1)
+    used = jnp.zeros(B * T, bool).at[jnp.where(forest.mask, forest.index, B * T)].set(True, mode="drop").reshape(B, T)
+    chunk = next(c for c in range(min(LOGITS_CHUNK, T), 0, -1) if T % c == 0)
+    logp = token_log_probs(model, at_parent, jnp.asarray(forest.target), temperature, used, chunk).reshape(B * T)
     return jnp.where(forest.mask, jnp.take(logp, forest.index), 0.0)
 
 
@@ -211,11 +211,13 @@ class Trainer:
         return {name: grads[name] + new[name] for name in new}, sums
 
     def update(self, state: TrainState, grads: Params) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Pure: one optimizer step."""
+        """Pure: one optimizer step; a gradient that is not finite changes nothing (`grad_norm` tells)."""
+        norm = optax.tree.norm(dict(grads))
         updates, optimizer = self.optimizer.update(dict(grads), state.optimizer, state.masters)
         masters = optax.apply_updates(state.masters, updates)
-        metrics = {"grad_norm": optax.tree.norm(dict(grads)), "update_norm": optax.tree.norm(updates)}
-        return TrainState(masters, optimizer, state.step + 1), metrics
+        new = TrainState(masters, optimizer, state.step + 1)
+        kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(norm), new, old), new, state)
+        return kept, {"grad_norm": norm, "update_norm": optax.tree.norm(updates)}
 
     def lower(self, loss: str | None = None) -> dict[str, Any]:
         """The lowered programs of a step, over abstract arguments with the serving shardings."""
@@ -283,7 +285,7 @@ class Trainer:
 
         Raises:
             ValueError: a sample does not fit the layout (nothing has changed then).
-            FloatingPointError: the loss is not finite (the state has not changed).
+            FloatingPointError: the loss or a gradient is not finite (the state has not changed).
         """
         loss = loss or self.loss
         assert loss in self._programs, f"warm_up({loss!r}) first"
@@ -295,10 +297,13 @@ class Trainer:
             grads, sums = self._programs[loss](self.state.masters, grads, forest, inputs)
             totals.append(sums)
         sums = _add_up([jax.device_get(sums) for sums in totals])
+        advice = "not finite; lower the learning rate, and look at the step's rollouts"
         if not np.isfinite(sums["loss"]):
-            raise FloatingPointError(f"loss is {sums['loss']} at step {self.step}; lower the learning rate, look at the batch")
+            raise FloatingPointError(f"loss is {sums['loss']} at step {self.step}: {advice}")
         self.state, norms = self._programs["update"](self.state, grads)
         norms = {name: float(value) for name, value in jax.device_get(norms).items()}
+        if not np.isfinite(norms["grad_norm"]):
+            raise FloatingPointError(f"grad_norm is {norms['grad_norm']} at step {self.step}: {advice}")
         return {
             **_means(sums),
             **norms,

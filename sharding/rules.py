@@ -1,5 +1,6 @@
 """One description of a weight, one table from logical dims to mesh axes; everything else derives from the two."""
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,5 +76,15 @@ class Rules:
         return NamedSharding(mesh, spec)
 
     def shardings(self, mesh: Mesh, weights: Mapping[str, Weight]) -> dict[str, jax.sharding.Sharding]:
-        """Shardings of a whole tree, by name."""
+        """Shardings of a whole tree, by name.
+
+        Raises:
+            ValueError: a rule is for a dim that no weight has, or one of `sharding`'s.
+        """
+        dims = sorted({dim for weight in weights.values() for dim in weight.dims})
+        for dim in self.table:
+            if dim not in dims:
+                close = difflib.get_close_matches(dim, dims, n=1)
+                fix = f"did you mean {close[0]!r}?" if close else f"they have {', '.join(dims)}"
+                raise ValueError(f"rules: no weight has a dim {dim!r}; {fix}")
         return {name: self.sharding(mesh, weight, name) for name, weight in weights.items()}

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 # Before jax is imported, and for the processes that tests start. A setting that is there already wins.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -41,3 +42,19 @@ def _no_compiles() -> Iterator[CompileCounter]:
 def assert_no_compiles() -> Callable[[], AbstractContextManager[CompileCounter]]:
     """`with assert_no_compiles(): ...` fails if the block made XLA compile, or fetch a program from its cache."""
     return _no_compiles
+
+
+REPORTED: list[str] = []
+
+
+@pytest.fixture
+def report() -> Callable[[str], None]:
+    """Lines that a passing run shows too, at its end: measured gaps, cells of a matrix."""
+    return REPORTED.append
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if REPORTED:
+        terminalreporter.section("measured")
+        for line in REPORTED:
+            terminalreporter.write_line(line)

@@ -5,7 +5,7 @@ import asyncio
 import dataclasses
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -301,8 +301,8 @@ CELLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_sampler_log_prob_is_the_trainers(family: str) -> None:
-    """The aim is 0, bit for bit, and these bfloat16 cells meet it; 1e-5 is what is promised. Run with -s to see."""
+def test_sampler_log_prob_is_the_trainers(family: str, report: Callable[[str], None]) -> None:
+    """1e-5 is what is promised; these bfloat16 cells are equal bit for bit."""
     gaps = {}
     for cell, limits in CELLS.items():
         temperature = 0.7 if cell == "temperature 0.7" else 1.0
@@ -329,8 +329,7 @@ def test_sampler_log_prob_is_the_trainers(family: str) -> None:
         trained = trainer_log_probs(family, completions, temperature)
         gaps[cell] = max(abs(a - c.logprobs).max() for a, c in zip(trained, completions, strict=True))
         reconcile(engine)
-    print(f"\nlargest |sampler - trainer| log-prob, {family}: " + ", ".join(f"{k} {v:.1e}" for k, v in gaps.items()))
-    assert all(gap <= 1e-5 for gap in gaps.values()), gaps
+    report(f"tiny {family}, sampler log-prob against trainer: " + ", ".join(f"{k} {v:g}" for k, v in gaps.items()))
     assert all(gap == 0 for gap in gaps.values()), gaps
 
 
@@ -736,6 +735,24 @@ def test_a_cancelled_caller_frees_its_pages(engine: Engine) -> None:
         return completion
 
     assert not differ(asyncio.run(main()), alone("llama", staying))
+
+
+def test_a_caller_cancelled_before_an_abort_does_not_stop_the_others(engine: Engine) -> None:
+    front = AsyncEngine(engine)
+
+    async def main() -> tuple[Completion, Completion]:
+        leaving = asyncio.create_task(front.generate(request("leaving", prompt(0, 40), 200)))
+        staying = asyncio.create_task(front.generate(request("staying", prompt(1, 40), 200)))
+        while engine.stats.sampled_tokens < 4:
+            await asyncio.sleep(0.001)
+        leaving.cancel()
+        await front.pause("abort")
+        aborted = await asyncio.wait_for(staying, 30)
+        await front.resume()
+        return aborted, await asyncio.wait_for(front.generate(request("after", prompt(2, 20), 4)), 30)
+
+    aborted, after = asyncio.run(main())
+    assert aborted.finish_reason == "abort" and len(after.ids) == 4 and engine.num_in_flight == 0
 
 
 def test_an_exception_reaches_every_caller_and_leaves_nothing_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,9 +113,23 @@ def test_constant_answer_is_the_best_of_the_tasks_own() -> None:
     keys = range(300)
     env = Arithmetic(9)
     answers = [env.task(key).answer for key in keys]
-    answer, score = constant_answer(env, keys)
+    best = constant_answer(env, keys)
+    assert best is not None
+    answer, score = best
     assert score == max(answers.count(a) for a in answers) / 300 and answers.count(answer) == score * 300
     assert constant_answer(Echo(), [3, 4]) == ("3", 0.5)
+
+
+def test_no_constant_answer_without_answers_or_scores() -> None:
+    class Open(Echo):
+        def task(self, key: int) -> Task:
+            return make_task(self.name, key, [{"role": "user", "content": "Say something."}])
+
+    class Unscored(Echo):
+        def step(self, task: Task, messages: Sequence[Message]) -> Step:
+            return finish(Reward("exact", None))
+
+    assert constant_answer(Open(), [3, 4]) is None and constant_answer(Unscored(), [3, 4]) is None
 
 
 def test_needle_haystack_prompts_share_their_examples() -> None:
@@ -141,6 +155,11 @@ def test_examples_in_one_message_and_frames() -> None:
     assert user["content"].startswith(shared) and other.startswith(shared) and user["content"] != other
 
 
+def test_a_frame_may_have_braces() -> None:
+    framed = needle(question="{question} as {json}").task(1).messages[0]["content"]
+    assert framed == needle().task(1).messages[0]["content"] + " as {json}"
+
+
 def test_no_content_repeats_across_keys_and_blocks() -> None:
     env = needle(num_examples=1)
     keys = [*range(990, 1010), *range(EVAL_KEYS.start, EVAL_KEYS.start + 20)]
@@ -163,6 +182,10 @@ def test_mistakes_are_refused_by_name() -> None:
         ReasoningGym("needle_haystak")
     with pytest.raises(ValueError, match=r"^statements: .*min_num_statements"):
         ReasoningGym("needle_haystack", statements=3)
+    with pytest.raises(ValueError, match=r"^environment.options: .*'min_num_statements': 5.*max_num_statements must be"):
+        ReasoningGym("needle_haystack", min_num_statements=5, max_num_statements=4)
+    with pytest.raises(ValueError, match=r"^environment.options: .*'min_num_statements': 'x'"):
+        ReasoningGym("needle_haystack", min_num_statements="x")
     with pytest.raises(ValueError, match=r"^question: "):
         needle(question="Q:")
     with pytest.raises(ValueError, match=r"^answer_rule: .*whole"):
@@ -173,5 +196,5 @@ def test_mistakes_are_refused_by_name() -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ImportError, match=r"extra `env`"):
+    with pytest.raises(ValueError, match=r"^environment.kind: .*extra `env`"):
         environments.ReasoningGym("needle_haystack")

@@ -60,10 +60,9 @@ def log_probs(definition: Definition, params: Any, forest: Any, chunk: int) -> j
     """What the trainer computes, `[S, L]`."""
     model = definition.bind(params)
     hidden = model(forest.tokens, forest.positions, ForestContext(forest.blocks, definition.dtype))
-    B, T, D = hidden.shape
-    at_parent = jnp.take_along_axis(hidden, forest.read[..., None], axis=1).reshape(B * T, D)
-    one, used = jnp.ones((), hidden.dtype), jnp.ones(B * T, bool)
-    logp = token_log_probs(model, at_parent, forest.target.reshape(-1), one, used, chunk)
+    at_parent = jnp.take_along_axis(hidden, forest.read[..., None], axis=1)
+    one, used = jnp.ones((), hidden.dtype), jnp.ones(hidden.shape[:2], bool)
+    logp = token_log_probs(model, at_parent, forest.target, one, used, chunk)
     return jnp.where(forest.mask, jnp.take(logp, forest.index), 0)
 
 

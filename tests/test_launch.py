@@ -25,7 +25,7 @@ from launch.cli import Parser, read_config, run_main
 from models.config import read_config as read_model_config
 from models.hf import load_hf
 from rl.checkpoint import Checkpoints
-from rl.config import RunConfig, build
+from rl.config import MINIMA, RunConfig, build
 from rl.run import make_model, make_trainer
 
 REPO = Path(__file__).parents[1]
@@ -51,7 +51,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         capsys.readouterr()
         code = 0
         try:
-            module.main() if module is launch.bench else run_main(module.main)
+            run_main(module.main)
         except SystemExit as error:
             code = int(error.code or 0)
         captured = capsys.readouterr()
@@ -82,8 +82,24 @@ MISTAKES = {
     "mesh of words": (["trainer.mesh={'data': 'x'}"], r"config.trainer.mesh.data: expected int, got 'x'"),
     "several": (["steps=x", "foo=1", "seed=y"], r"config.foo: unknown.*config.steps: expected int.*config.seed: expected int"),
     "std": (["rollout.std=max"], r"config.rollout.std: expected one of \('none', 'sample', 'population'\), got 'max'"),
-    "one sample": (["rollout.samples=1"], r"rollout.samples: a group needs at least 2"),
-    "greedy": (["rollout.temperature=0"], r"rollout.temperature: must be above 0"),
+    "number for numbers": (["engine.slot_buckets=32"], r"config.engine.slot_buckets: expected tuple\[int, ...\], got 32"),
+    "words for numbers": (["engine.slot_buckets=(8, 'x')"], r"engine.slot_buckets: expected tuple\[int, ...\], got \(8, 'x'\)"),
+    "number for ids": (["model.shape.eos_ids=2"], r"config.model.shape.eos_ids: expected tuple\[int, ...\], got 2"),
+    "number for axes": (["trainer.rules={'embed': 3}"], r"config.trainer.rules.embed: expected str \| tuple.* \| None, got 3"),
+    "axes of numbers": (
+        ["engine.rules={'ffn': ('tensor', 1)}"],
+        r"config.engine.rules.ffn: expected str .* got \('tensor', 1\)",
+    ),
+    "one sample": (["rollout.samples=1"], r"config: rollout.samples: must be at least 2, got 1"),
+    "greedy": (["rollout.temperature=0"], r"rollout.temperature: must be from 0.0001 to 10000.0, got 0.0; greedy"),
+    "learning rate": (
+        ["trainer.learning_rate=0", "trainer.clip_norm=-1"],
+        r"rate: must be above 0.*trainer.clip_norm: must be",
+    ),
+    "folder": (["name=a/b"], r"config: name: 'a/b' is no plain folder name; choose one, and set run_dir"),
+    "folder above": (["name=.."], r"config: name: '..' is no plain folder name"),
+    "no name": (["name="], r"config: name: '' is no plain folder name"),
+    "supervised loss": (["trainer.loss=sft"], r"trainer.loss: 'sft' .*; use warmup.steps for supervised steps"),
     "dtype": (["model.dtype=bfloat17"], r"model.dtype: 'bfloat17' is unknown; use one of .*bfloat16"),
     "shape": (["model.shape.num_head=3"], r"config.model.shape.num_head: unknown key; did you mean 'num_heads'\?"),
     "heads": (["model.shape.num_kv_heads=3"], r"config.model.shape: num_kv_heads: 3 must divide num_heads \(4\)"),
@@ -122,6 +138,10 @@ MISTAKES = {
         ["engine.mesh.tensor=4"],
         r"engine.rules: dim 'kv_heads' of blocks.0.k has size 2, which 4 devices on 'tensor' do not divide; change",
     ),
+    "rule for no dim": (
+        ["trainer.rules={'embd': 'tensor'}"],
+        r"trainer.rules: no weight has a dim 'embd'; did you mean 'embed'",
+    ),
     "axis the mesh lacks": (
         ["trainer.rules={'ffn': 'expert'}"],
         r"trainer.rules: 'ffn' is mapped to 'expert', but the mesh has",
@@ -138,6 +158,13 @@ def test_mistakes_in_a_config(overrides: list[str], pattern: str, launched: Laun
     changes = [f"--config.{override}" for override in (f"run_dir={tmp_path}/runs", *overrides)]
     refused(launched(launch.train, "--config", TINY, *changes), pattern)
     assert not list(tmp_path.iterdir())
+
+
+def test_minima(launched: Launch) -> None:
+    """Whole numbers below their least are all named in one line."""
+    ended = launched(launch.train, "--config", TINY, *(f"--config.{key}={least - 1}" for key, least in MINIMA.items()))
+    for key, least in MINIMA.items():
+        refused(ended, f"{key}: must be at least {least}, got {least - 1}(;|$)")
 
 
 def test_mistakes_in_a_config_file(launched: Launch, tmp_path: Path) -> None:
@@ -171,11 +198,13 @@ def test_mistakes_in_a_config_file(launched: Launch, tmp_path: Path) -> None:
 def test_overrides() -> None:
     """Literals, words, strings that look like numbers, keys that the file leaves to their default, and whole sections."""
     given = ["steps=7", "trainer.learning_rate=1e-4", "name=12", "run_dir=elsewhere", "export=false", "warmup.steps=2",
-             "engine.slot_buckets=(8, 32)", "evaluation={'tasks': 3}", "rollout.std=none", "trainer.mesh.fsdp=2"]  # fmt: skip
+             "engine.slot_buckets=(8, 32)", "evaluation={'tasks': 3}", "rollout.std=none", "trainer.mesh.fsdp=2",
+             "trainer.rules.embed=None", "trainer.rules.ffn=('fsdp', 'tensor')"]  # fmt: skip
     config: RunConfig = build(RunConfig, read_config(TINY, [f"--config.{text}" for text in given]))
     assert (config.steps, config.trainer.learning_rate, config.name, config.run_dir) == (7, 1e-4, "12", "elsewhere")
     assert config.export is False and config.warmup.steps == 2 and config.warmup.tasks == 16
     assert config.engine.slot_buckets == (8, 32) and config.evaluation.tasks == 3 and config.evaluation.samples == 4
+    assert config.trainer.rules["embed"] is None and config.trainer.rules["ffn"] == ("fsdp", "tensor")
     assert config.rollout.std == "none" and config.trainer.mesh == {"fsdp": 2, "tensor": 1}
 
 
@@ -237,7 +266,12 @@ def test_convert_refuses(launched: Launch, tmp_path: Path) -> None:
     refused(
         launched(launch.convert, str(tmp_path / "run"), str(tmp_path / "out")), "checkpoints: holds no whole checkpoint; train"
     )
+    refused(launched(launch.convert, "embedded"), "required: DEST; --help shows the usage")
+    refused(launched(launch.convert, "embedded", "out", "--fast"), "unrecognized arguments: --fast; --help shows")
     refused(launched(launch.bench, "loop", "--config", str(tmp_path / "x.py")), "--config: there is no Python file")
+    refused(launched(launch.bench, "loop", "--steps", "0"), "--steps: must be at least 1, got 0")
+    refused(launched(launch.bench, "loop", "--config", TINY, "--config.typo=1"), "config.typo: unknown key")
+    refused(launched(launch.bench, "lop"), "argument name: invalid choice: 'lop'")
     assert not (tmp_path / "out").exists()
 
 
@@ -305,11 +339,11 @@ def test_train_then_convert_and_evaluate(launched: Launch, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_bench_loop(launched: Launch) -> None:
-    ended = launched(launch.bench, "loop", "--config", TINY, "--steps", "2", "--json")
+    ended = launched(launch.bench, "loop", "--config", TINY, "--steps", "2", "--json", "--config.name=other")
     assert ended.code == 0, ended.err
     result = json.loads(ended.out.splitlines()[-1])
     phases = {"rollout", "reward", "pack", "train", "publish"}
-    assert result["config"] == "tiny" and result["steps"] == 2
+    assert result["config"] == "other" and result["steps"] == 2
     assert result["seconds"].keys() == phases | {"evaluate"} and result["share"].keys() == phases
     assert sum(result["share"].values()) == pytest.approx(1)
     assert sum(result["seconds"][phase] for phase in phases) == pytest.approx(result["step_s"])

@@ -75,8 +75,10 @@ LAYOUTS: dict[str, tuple[Rules, dict[str, int], int]] = {
 
 
 def layout(name: str, weights: Mapping[str, Weight]) -> dict[str, Sharding]:
+    """Of all weights or some."""
     rules, axes, first = LAYOUTS[name]
-    return rules.shardings(make_mesh(axes, jax.devices()[first:]), weights)
+    mesh = make_mesh(axes, jax.devices()[first:])
+    return {name: rules.sharding(mesh, weight, name) for name, weight in weights.items()}
 
 
 @pytest.mark.parametrize("there", LAYOUTS)
@@ -277,6 +279,14 @@ def test_dim_that_an_axis_does_not_divide_is_named() -> None:
 def test_axis_that_the_mesh_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="'model' is mapped to 'fsdp', but the mesh has axes"):
         TRAIN.shardings(make_mesh({"tensor": 2}), STACKED)
+
+
+def test_rule_for_a_dim_that_no_weight_has_is_named() -> None:
+    mesh = make_mesh({"tensor": 2})
+    with pytest.raises(ValueError, match=r"^rules: no weight has a dim 'modle'; did you mean 'model'\?"):
+        Rules({"heads": "tensor", "modle": "tensor"}).shardings(mesh, STACKED)
+    with pytest.raises(ValueError, match=r"^rules: .* 'xyz'; they have ffn, head, heads, model, vocab$"):
+        Rules({"xyz": None}).shardings(mesh, UNROLLED)
 
 
 def test_meshes_that_cannot_be() -> None:

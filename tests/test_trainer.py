@@ -327,12 +327,21 @@ def test_a_loss_that_is_not_finite_leaves_the_state() -> None:
     before, held = jax.device_get(trainer.state), trainer.state
     bad = batch(2)
     bad[3] = replace(bad[3], logprobs=np.where(bad[3].weights > 0, np.nan, 0).astype(np.float32))
-    with pytest.raises(FloatingPointError, match="loss is nan at step 1; lower the learning rate"):
+    with pytest.raises(FloatingPointError, match="loss is nan at step 1: not finite; lower the learning rate"):
         trainer.train(bad)
     assert trainer.state is held and trainer.step == 1
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), before)
     trainer.train(batch(2))
     assert trainer.step == 2
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_state() -> None:
+    trainer = fresh("two rows")
+    before = jax.device_get(trainer.state)
+    grads = {name: jnp.full(value.shape, jnp.nan) for name, value in before.masters.items()}
+    state, norms = jax.jit(trainer.update)(before, grads)
+    assert np.isnan(norms["grad_norm"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
 
 
 def test_a_sample_that_does_not_fit_leaves_the_state() -> None:
