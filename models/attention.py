@@ -18,14 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from models.layers import accumulator, dot, exp_from, published
+from models.layers import COLUMNS, accumulator, dot, exp_from, published
 
 KEY_BLOCK = 128
 """keys summed in one product; a key's place in its list fixes its block"""
 SCORES_PER_CHUNK = {"cpu": 1 << 19}
 """score elements computed at a time: on a CPU they should stay in cache; other platforms: 2^27"""
-COLUMNS = 64
-"""float32 products have bits independent of rows and of zeros between keys where their columns are a multiple (CPU)"""
 MASKED = -1e30
 
 Array = Any

@@ -426,7 +426,7 @@ def constants(value: Any) -> Iterator[Any]:
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from constants(item)
-    elif hasattr(value, "jaxpr"):
+    elif hasattr(value, "jaxpr") and value.jaxpr is not value:  # in jax 0.12 an open jaxpr is its own
         yield from value.consts
         yield from constants(value.jaxpr)
     elif hasattr(value, "eqns"):
