@@ -2,7 +2,7 @@
 
     python -m launch.train --config configs/tiny.py
 
-Hardware: any CPU. Time: about 1 minute, most of it compiling.
+Hardware: any CPU. Time: about 20 seconds, most of it compiling. Expect: mean held-out reward (of at most 2.5) from 0.02 to 0.5.
 """
 
 from ml_collections import ConfigDict
