@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.engine import AsyncEngine, Engine
+from inference.engine import Engine
+from inference.front import AsyncEngine
 from inference.runner import EngineConfig, Runner
 from inference.scheduler import Scheduler
 from inference.types import Completion, FinishReason, Request, SamplingParams
