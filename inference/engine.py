@@ -7,7 +7,6 @@
 A step is schedule (host), run (device), record (host). Weights change only between steps, while paused.
 """
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -38,8 +37,6 @@ class EngineStats:
     sampled_tokens: int = 0
     extends: int = 0
     decodes: int = 0
-    busy_s: float = 0.0
-    """wall seconds inside steps"""
 
 
 class Engine:
@@ -126,11 +123,9 @@ class Engine:
         done, self._aborted = self._aborted, []
         if self.paused:
             return done
-        started = time.perf_counter()
         plan = self.scheduler.schedule(self.config.decode_steps)
         if plan is not None:
             done += self._decode(plan) if plan.steps else self._extend(plan)
-        self.stats.busy_s += time.perf_counter() - started
         return done
 
     def run(self, requests: Iterable[Request]) -> list[Completion]:

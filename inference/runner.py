@@ -158,11 +158,6 @@ class Runner:
         layers = range(self.definition.config.num_layers)
         return [(jnp.zeros(self._pool_shape, self._pool_dtype), jnp.zeros(self._pool_shape, self._pool_dtype)) for _ in layers]
 
-    def bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token over all layers."""
-        K, _, _, h = self._pool_shape
-        return 2 * self.definition.config.num_layers * K * h * self.dtype.itemsize
-
     def extend(self, params: Mapping[str, jax.Array], pool: Pool, batch: Extend) -> tuple[jax.Array, Pool]:
         """Pure; compiled per (T, C)."""
         model = self.definition.bind(params)

@@ -128,11 +128,7 @@ def reinforcement_step(run: Run, step: int, records: Records, on_transcript: Cal
     if not scored.any():
         raise ValueError(f"environment: no episode of step {step} was scored; rollouts/step_{step:06d}.jsonl has their errors")
     # An episode without a reward teaches nothing, and must not dilute the others' denominators.
-    kept = [
-        (rollout, advantage)
-        for rollout, advantage in zip(rollouts, advantages.tolist(), strict=True)
-        if rollout.reward is not None
-    ]
+    kept = [pair for pair, counts in zip(zip(rollouts, advantages, strict=True), scored, strict=True) if counts]
     metrics = run.trainer.train(samples_of(*zip(*kept, strict=True)), temperature=config.temperature)
     lengths = [rollout.sampled_tokens for rollout in rollouts]
     per_group = np.asarray(advantages).reshape(config.prompts, config.samples)
@@ -163,11 +159,10 @@ def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, 
         return done
     reporter.phase("loading the model")
     run = make_run(config)
-    directory.mkdir(parents=True, exist_ok=True)  # only now: a config that does not fit leaves no folder behind
-    with lock(directory):
+    with lock(directory):  # makes the folder, only now: a config that does not fit leaves none behind
         renderer = run.renderer
         about = run_record(config_json, run.source, renderer.name, renderer.version, config.seed)
-        write_whole(directory / "run.json", json.dumps({"id": config.name, **about}, indent=2))
+        write_whole(directory / "run.json", json.dumps(about, indent=2))
         write_whole(directory / "config.json", config_json)
         return _train(run, directory, total, config_json, reporter)
 

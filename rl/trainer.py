@@ -153,11 +153,10 @@ class Trainer:
             raise ValueError(f"trainer.loss_options: {loss!r} does not know {unknown}; its options are {sorted(options)}")
         if missing := [n for n, default in options.items() if default is inspect.Parameter.empty and n not in given]:
             raise ValueError(f"trainer.loss_options: {loss!r} needs {missing}; set them")
-        self.rows_ways = int(np.prod([mesh.shape.get(axis, 1) for axis in BATCH_AXES]))
-        if layout.rows % self.rows_ways:
+        ways = int(np.prod([mesh.shape.get(axis, 1) for axis in BATCH_AXES]))
+        if layout.rows % ways:
             raise ValueError(
-                f"trainer.rows: {layout.rows} rows cannot be split over {self.rows_ways} devices on the axes "
-                f"{BATCH_AXES}; use a multiple"
+                f"trainer.rows: {layout.rows} rows cannot be split over {ways} devices on the axes {BATCH_AXES}; use a multiple"
             )
         self.definition = Definition(model, dtype, stacked=True, remat=remat)
         self.layout, self.loss, self.loss_options = layout, loss, dict(loss_options or {})
