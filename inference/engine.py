@@ -4,21 +4,26 @@
                  ^                                          |
                  +------------- preempt, retract -----------+
 
-A step is schedule (host), run (device), record (host). Weights change only between steps, while paused.
+`step` schedules and dispatches a step (host), then reads the one before it, which the device has finished meanwhile or is about
+to. Weights change only between steps, while paused, when nothing is in flight.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from inference.runner import QUERY_BLOCK, EngineConfig, Runner
-from inference.sampler import Warp
+from inference.batch import Shapes
+from inference.config import EngineConfig
+from inference.runner import Runner
+from inference.sampler import table_rows
 from inference.scheduler import Plan, Scheduler, Sequence
-from inference.types import Completion, FinishReason, Request
+from inference.text import Detokenizer, StopStrings, TokenizerLike
+from inference.types import MAX_TOP_LOGPROBS, Completion, FinishReason, PromptLogprobs, Request, Tokens
 from models.config import ModelConfig
 from sharding.rules import Rules
 
@@ -37,6 +42,24 @@ class EngineStats:
     sampled_tokens: int = 0
     extends: int = 0
     decodes: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    """requests by finish reason"""
+    passes: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """how often the model ran, by kind of step and rows of its products"""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A dispatched step that was not read yet."""
+
+    plan: Plan
+    firsts: list[int]
+    """tokens of each sequence that were computed before"""
+    sampling: list[bool]
+    """which sequences sample in an extend"""
+    rows: int
+    version: int
+    out: tuple[jax.Array, ...]
 
 
 class Engine:
@@ -45,6 +68,7 @@ class Engine:
     Args:
         params: unrolled weights in `dtype`, placed by `rules` on `mesh` (`sharding.reshard` makes them).
         version: of these weights; each sampled token is stamped with the version that sampled it.
+        tokenizer: needed for stop strings only.
     """
 
     def __init__(
@@ -57,14 +81,16 @@ class Engine:
         dtype: DTypeLike,
         mesh: Mesh,
         rules: Rules,
+        tokenizer: TokenizerLike | None = None,
     ):
         if config.max_context > model.max_positions:
             raise ValueError(
                 f"engine.max_context: {config.max_context} exceeds the {model.max_positions} positions the model was trained "
                 f"for; lower it"
             )
-        self.model, self.config = model, config
+        self.model, self.config, self.tokenizer = model, config, tokenizer
         self.runner = Runner(model, config, dtype, mesh, rules)
+        self.runner.allocate()
         self.scheduler = Scheduler(
             num_pages=config.num_pages,
             page_size=config.page_size,
@@ -75,20 +101,31 @@ class Engine:
         self.stats = EngineStats()
         self.paused = False
         self._in_flight: dict[str, Sequence] = {}
-        self._aborted: list[Completion] = []
-        self.params: Mapping[str, jax.Array] = {}
+        self._unread: _Step | None = None
+        self._done: list[Completion] = []
+        """finished while nobody was asking"""
+        self.params: dict[str, jax.Array] = {}
         self._set_params(params, version)
 
     @property
     def version(self) -> int:
         return self.scheduler.version
 
+    @property
+    def shapes(self) -> Shapes:
+        return self.runner.shapes
+
     def warm_up(self) -> int:
         """Compiles all programs; after it the engine compiles nothing. Returns how many were compiled."""
         return self.runner.warm_up()
 
-    def submit(self, request: Request) -> None:
+    # ---- requests
+
+    def submit(self, request: Request, on_tokens: Callable[[Tokens], None] | None = None) -> None:
         """Queues a request; `step` returns its completion when it has finished.
+
+        Args:
+            on_tokens: called by `step` with the tokens it has newly recorded.
 
         Raises:
             ValueError: the request can never run, its id is in flight, or a token id is outside the vocabulary.
@@ -97,15 +134,30 @@ class Engine:
             raise ValueError(f"id: a request {request.id!r} is in flight already; give each request its own id")
         if request.adapter:
             raise ValueError(f"adapter: {request.adapter!r} is not loaded; leave it empty")
-        if bad := [i for i in request.prompt_ids if not 0 <= i < self.model.vocab_size]:
-            raise ValueError(
-                f"prompt_ids: {bad[0]} is outside the model's vocabulary of {self.model.vocab_size}; "
-                f"use the model's own tokenizer"
+        params, V = request.params, self.model.vocab_size
+        for name, ids in (
+            ("prompt_ids", request.prompt_ids),
+            ("logit_bias", tuple(token for token, _ in params.logit_bias)),
+            ("allowed_ids", params.allowed_ids or ()),
+        ):
+            if bad := [i for i in ids if not 0 <= i < V]:
+                raise ValueError(f"{name}: {bad[0]} is outside the model's vocabulary of {V}; use the model's own tokenizer")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop: this engine has no tokenizer to find strings with; give it one, or use stop_ids")
+        sequence = self.scheduler.add(request, on_tokens)
+        if params.stop and self.tokenizer is not None:
+            sequence.text = Detokenizer(self.tokenizer), StopStrings(params.stop)
+        if params.prompt_logprobs:
+            n, top = len(request.prompt_ids), params.top_logprobs
+            sequence.prompt_logprobs = PromptLogprobs(
+                logprobs=np.full(n, np.nan, np.float32),
+                top_ids=np.zeros((n, top), np.int32),
+                top_logprobs=np.zeros((n, top), np.float32),
             )
-        self._in_flight[request.id] = self.scheduler.add(request)
+        self._in_flight[request.id] = sequence
 
     def cancel(self, request_id: str) -> Completion:
-        """Takes a request out, with what it has sampled so far.
+        """Takes a request out, with what was recorded of it so far.
 
         Raises:
             ValueError: no such request is in flight.
@@ -118,16 +170,6 @@ class Engine:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def step(self) -> list[Completion]:
-        """One step of the device, if there is work; returns what finished."""
-        done, self._aborted = self._aborted, []
-        if self.paused:
-            return done
-        plan = self.scheduler.schedule(self.config.decode_steps)
-        if plan is not None:
-            done += self._decode(plan) if plan.steps else self._extend(plan)
-        return done
-
     def run(self, requests: Iterable[Request]) -> list[Completion]:
         """Submits the requests, steps until all have finished, and returns their completions in the same order."""
         order = []
@@ -139,6 +181,136 @@ class Engine:
             assert not self.paused, "a paused engine finishes nothing"
             done.update((completion.request_id, completion) for completion in self.step())
         return [done[request_id] for request_id in order]
+
+    # ---- steps
+
+    def step(self, max_steps: int | None = None) -> list[Completion]:
+        """Dispatches one step of the device, if there is work, and reads the one before; returns what has finished.
+
+        Args:
+            max_steps: most decode steps, where the caller wants to be asked again soon (default: config.decode_steps).
+        """
+        if not self.paused:
+            most = self.config.decode_steps if max_steps is None else min(max_steps, self.config.decode_steps)
+            before, self._unread = self._unread, None
+            plan = self.scheduler.schedule(most, drained=before is None)
+            if plan is None and before is not None:
+                self._read(before)
+                before, plan = None, self.scheduler.schedule(most, drained=True)
+            if plan is not None:
+                self._unread = self._dispatch(plan)
+            if before is not None:
+                self._read(before)
+        done, self._done = self._done, []
+        return done
+
+    def _dispatch(self, plan: Plan) -> _Step:
+        if plan.copies:
+            self.runner.copy_pages(plan.copies)
+        for sequence in plan.fresh:
+            params = sequence.request.params
+            if params.penalised or params.biased:
+                n = len(sequence.request.prompt_ids)
+                rows = table_rows(params, sequence.ids[:n], sequence.ids[n:], self.model.vocab_size)
+                self.runner.set_slot(sequence.slot, *rows)
+        sequences = [sequence for sequence, _ in plan.chunks]
+        if plan.steps:
+            batch = self.shapes.fill_decode(sequences, plan.left, plan.steps)
+            self.stats.decodes += 1
+        else:
+            batch = self.shapes.fill_extend(plan.chunks)
+            self.stats.extends += 1
+        out = self.runner.run(self.params, batch)
+        firsts = [sequence.computed for sequence in sequences]
+        sampling = [sequence.uncomputed == n for sequence, n in plan.chunks]
+        self.scheduler.dispatched(plan)
+        return _Step(plan, firsts, sampling, batch.tokens.shape[0], self.version, out)
+
+    def _read(self, step: _Step) -> None:
+        """Waits for the step's results and records them."""
+        out = np.asarray(step.out[0])
+        if step.plan.steps:
+            longest = 0
+            for row, ((sequence, _), left) in enumerate(zip(step.plan.chunks, step.plan.left, strict=True)):
+                longest = max(longest, self._record(sequence, step, out[: min(step.plan.steps, left), :, row]))
+            self.stats.passes["decode", step.rows] += longest
+            return
+        self.stats.passes["extend", step.rows] += 1
+        at = 0
+        for row, ((sequence, n), first) in enumerate(zip(step.plan.chunks, step.firsts, strict=True)):
+            self.stats.computed_tokens += n
+            if sequence.prompt_logprobs is not None and sequence.finish_reason is None:
+                _record_prompt(sequence.prompt_logprobs, step.out[1:], slice(at, at + n), first)
+            if step.sampling[row]:
+                self._record(sequence, step, out[None, :, row])
+            at += n
+
+    def _record(self, sequence: Sequence, step: _Step, packed: np.ndarray) -> int:
+        """Appends what a row sampled, `[steps, ...]`, up to its end; returns how many steps the row took."""
+        if sequence.finish_reason is not None:  # it had ended before this step, or was cancelled
+            return 0
+        sequence.pending -= len(packed)
+        params, start = sequence.request.params, len(sequence.ids)
+        logprobs = packed[:, 1:3].view(np.float32)
+        reason = None
+        for token, (drawn, full), tops in zip(packed[:, 0].tolist(), logprobs.tolist(), packed[:, 3:], strict=True):
+            sequence.ids.append(token)
+            sequence.logprobs.append(drawn)
+            sequence.logprobs_full.append(full)
+            sequence.versions.append(step.version)
+            if k := params.top_logprobs:
+                sequence.top.append((tops[:k].copy(), tops[MAX_TOP_LOGPROBS : MAX_TOP_LOGPROBS + k].view(np.float32).copy()))
+            if reason := self._ends(sequence, token):
+                break
+        new = len(sequence.ids) - start
+        self.stats.sampled_tokens += new
+        self.stats.computed_tokens += new if step.plan.steps else 0
+        if sequence.on_tokens is not None:
+            sequence.on_tokens(_tokens(sequence, start - len(sequence.request.prompt_ids)))
+        if reason:
+            self._done.append(self._finish(sequence, reason))
+        return new
+
+    def _ends(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """Whether the newest token is a sequence's last, and why."""
+        params = sequence.request.params
+        if token in params.stop_ids and not params.ignore_eos:
+            sequence.stop_reason = token
+            return FinishReason.STOP
+        if sequence.text is not None:
+            text, stops = sequence.text
+            _, sequence.stop_reason = stops.add(text.add([token]))
+            if sequence.stop_reason is not None:
+                return FinishReason.STOP
+        num_sampled = len(sequence.ids) - len(sequence.request.prompt_ids)
+        full = num_sampled == params.max_tokens or len(sequence.ids) == self.scheduler.max_context
+        return FinishReason.LENGTH if full else None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
+        self.scheduler.finish(sequence, reason)
+        request = sequence.request
+        del self._in_flight[request.id]
+        self.stats.prompt_tokens += len(request.prompt_ids)
+        self.stats.cached_tokens += sequence.cached or 0
+        self.stats.finished[reason.value] += 1
+        return Completion(
+            **vars(_tokens(sequence, 0)),
+            request_id=request.id,
+            prompt_ids=request.prompt_ids,
+            finish_reason=reason,
+            stop_reason=sequence.stop_reason,
+            cached_tokens=sequence.cached or 0,
+            prefilled_tokens=sequence.prefilled,
+            prompt_logprobs=sequence.prompt_logprobs,
+        )
+
+    # ---- updates
+
+    def _drain(self) -> None:
+        """Reads the step in flight; what it finishes is returned by the next `step`."""
+        if self._unread is not None:
+            step, self._unread = self._unread, None
+            self._read(step)
 
     def pause(self, mode: str = "retract") -> None:
         """Stops at this step boundary.
@@ -154,19 +326,20 @@ class Engine:
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode: {mode!r} is unknown; use one of {PAUSE_MODES}")
         self.paused = True
+        self._drain()
         for sequence in list(self.scheduler.running):
             if mode == "retract":
                 self.scheduler.preempt(sequence)
             elif mode == "keep":
                 sequence.private = True
         if mode == "abort":
-            self._aborted += [self._finish(s, FinishReason.ABORT) for s in list(self._in_flight.values())]
+            self._done += [self._finish(s, FinishReason.ABORT) for s in list(self._in_flight.values())]
 
     def load(self, params: Mapping[str, jax.Array], version: int) -> None:
         """Swaps the weights. Nothing is flushed: pages of another version are never found.
 
         Raises:
-            ValueError: not paused, version not newer, or names, shapes, dtypes that are not the model's.
+            ValueError: not paused, version not newer, or names, shapes, dtypes, shardings that are not the engine's.
         """
         if not self.paused:
             raise ValueError("load: pause the engine first; weights change only at a step boundary")
@@ -177,125 +350,57 @@ class Engine:
     def resume(self) -> None:
         self.paused = False
 
+    def sleep(self) -> None:
+        """Pauses (retract) and gives the memory of the page pool back; weights and requests stay. `wake` goes on."""
+        self.pause("retract")
+        self.scheduler.tree.clear()
+        self.runner.release()
+
+    def wake(self) -> None:
+        """Takes the memory again, empty, and resumes."""
+        self.runner.allocate()
+        self.resume()
+
     def forget(self) -> None:
         """Empties the prefix cache, but for pages in use."""
         self.scheduler.tree.evict(self.config.num_pages, self.version)
 
     def _set_params(self, params: Mapping[str, jax.Array], version: int) -> None:
-        weights, dtype = self.runner.definition.weights, self.runner.dtype
+        weights, dtype, shardings = self.runner.definition.weights, self.runner.dtype, self.runner.shardings
         errors = [f"missing {name}" for name in weights.keys() - params.keys()]
         errors += [f"unknown {name}" for name in params.keys() - weights.keys()]
-        errors += [
-            f"{name} is {params[name].dtype}{list(params[name].shape)}, not {dtype}{list(weights[name].shape)}"
-            for name in weights.keys() & params.keys()
-            if params[name].shape != weights[name].shape or params[name].dtype != dtype
-        ]
+        for name in weights.keys() & params.keys():
+            array, shape = params[name], weights[name].shape
+            if array.shape != shape or array.dtype != dtype:
+                errors.append(f"{name} is {array.dtype}{list(array.shape)}, not {dtype}{list(shape)}")
+            elif not array.sharding.is_equivalent_to(shardings[name], len(shape)):
+                errors.append(f"{name} is placed as {array.sharding}, not {shardings[name]}: reshard it")
         if errors:
             raise ValueError("params: " + "; ".join(sorted(errors)))
         self.params, self.scheduler.version = dict(params), version
 
-    def _context(self, longest: int) -> int:
-        return next(C for C in self.config.contexts if longest <= C)
 
-    def _extend(self, plan: Plan) -> list[Completion]:
-        size = self.config.page_size
-        total = sum(n for _, n in plan.chunks)
-        T = next(T for T in self.config.tokens if total <= T)
-        batch = self.runner.empty_extend(T, self._context(max(s.computed + n for s, n in plan.chunks)))
-        blocks, at, block = batch.blocks, 0, 0
-        for row, (sequence, n) in enumerate(plan.chunks):
-            first, here = sequence.computed, slice(at, at + n)
-            positions = np.arange(first, first + n)
-            pages = np.asarray(sequence.pages, np.int32)
-            batch.tokens[here], batch.positions[here] = sequence.ids[first : first + n], positions
-            blocks.page[here], blocks.offset[here] = pages[positions // size], positions % size
-            for start in range(0, n, QUERY_BLOCK):
-                queries = min(QUERY_BLOCK, n - start)
-                blocks.query[block, :queries] = np.arange(at + start, at + start + queries)
-                blocks.position[block, :queries] = positions[start : start + queries]
-                blocks.table[block, : len(pages)] = pages[: blocks.table.shape[1]]  # a decode may have left more
-                blocks.slot[at + start : at + start + queries] = block * QUERY_BLOCK + np.arange(queries)
-                block += 1
-            batch.rows[row] = at + n - 1
-            _fill_warp(batch.warp, row, sequence)
-            at += n
-        out = self.runner.run(self.params, batch)
-        self.stats.extends += 1
-        done = []
-        for row, (sequence, n) in enumerate(plan.chunks):
-            self.stats.computed_tokens += n
-            self.scheduler.computed(sequence, n)
-            if sequence.uncomputed == 0 and (reason := self._record(sequence, out[:, row])):
-                done.append(self._finish(sequence, reason))
-        return done
-
-    def _decode(self, plan: Plan) -> list[Completion]:
-        sequences = [sequence for sequence, _ in plan.chunks]
-        ahead = [min(plan.steps, self.scheduler.budget_left(s)) for s in sequences]
-        S = next(S for S in self.config.slots if len(sequences) <= S)
-        longest = max(s.computed + n for s, n in zip(sequences, ahead, strict=True))
-        batch = self.runner.empty_decode(S, self._context(longest))
-        for row, sequence in enumerate(sequences):
-            batch.tokens[row], batch.positions[row] = sequence.ids[-1], sequence.computed
-            batch.table[row, : len(sequence.pages)] = sequence.pages
-            batch.left[row] = self.scheduler.budget_left(sequence)
-            stop_ids = sequence.request.params.stop_ids
-            batch.stop_ids[row, : len(stop_ids)] = stop_ids
-            _fill_warp(batch.warp, row, sequence)
-        batch.steps[()] = plan.steps
-        until_finished = bool(self.scheduler.waiting)
-        batch.until_finished[()] = until_finished
-        out = self.runner.run(self.params, batch)
-        self.stats.decodes += 1
-        return self._record_decode(sequences, out, plan.steps, until_finished)
-
-    def _record_decode(self, sequences: list[Sequence], out: np.ndarray, steps: int, until_finished: bool) -> list[Completion]:
-        """Walks the steps the device took; it stopped by the same rule."""
-        finished: dict[int, FinishReason] = {}
-        for step in range(steps):
-            if len(finished) == len(sequences) or (until_finished and finished):
-                break
-            for row, sequence in enumerate(sequences):
-                if row in finished:
-                    continue
-                self.stats.computed_tokens += 1
-                self.scheduler.computed(sequence, 1)
-                if reason := self._record(sequence, out[step, :, row]):
-                    finished[row] = reason
-        return [self._finish(sequences[row], reason) for row, reason in sorted(finished.items())]
-
-    def _record(self, sequence: Sequence, packed: np.ndarray) -> FinishReason | None:
-        """Appends one sampled token; returns why the sequence is over, if it is."""
-        drawn, full = packed[1:].view(np.float32)
-        sequence.ids.append(int(packed[0]))
-        sequence.logprobs.append(float(drawn))
-        sequence.logprobs_full.append(float(full))
-        sequence.versions.append(self.version)
-        self.stats.sampled_tokens += 1
-        if sequence.ids[-1] in sequence.request.params.stop_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if self.scheduler.budget_left(sequence) == 0 else None
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
-        self.scheduler.finish(sequence, reason)
-        request = sequence.request
-        del self._in_flight[request.id]
-        self.stats.prompt_tokens += len(request.prompt_ids)
-        self.stats.cached_tokens += sequence.cached or 0
-        return Completion(
-            request_id=request.id,
-            prompt_ids=request.prompt_ids,
-            ids=np.asarray(sequence.ids[len(request.prompt_ids) :], np.int32),
-            logprobs=np.asarray(sequence.logprobs, np.float32),
-            logprobs_full=np.asarray(sequence.logprobs_full, np.float32),
-            versions=np.asarray(sequence.versions, np.int32),
-            finish_reason=reason,
-            cached_tokens=sequence.cached or 0,
-            prefilled_tokens=sequence.prefilled,
-        )
+def _tokens(sequence: Sequence, first: int) -> Tokens:
+    """What was recorded of the sampled tokens from the `first` on."""
+    n, k = len(sequence.versions) - first, sequence.request.params.top_logprobs
+    top = sequence.top[first:]
+    return Tokens(
+        ids=np.asarray(sequence.ids[len(sequence.request.prompt_ids) + first :], np.int32),
+        logprobs=np.asarray(sequence.logprobs[first:], np.float32),
+        logprobs_full=np.asarray(sequence.logprobs_full[first:], np.float32),
+        versions=np.asarray(sequence.versions[first:], np.int32),
+        top_ids=np.asarray([ids for ids, _ in top], np.int32).reshape(n, k),
+        top_logprobs=np.asarray([logprobs for _, logprobs in top], np.float32).reshape(n, k),
+    )
 
 
-def _fill_warp(warp: Warp, row: int, sequence: Sequence) -> None:
-    params = sequence.request.params
-    warp.temperature[row], warp.top_k[row], warp.top_p[row] = params.temperature, params.top_k, params.top_p
-    warp.min_p[row], warp.seed[row] = params.min_p, params.seed
+def _record_prompt(prompt: PromptLogprobs, out: tuple[jax.Array, ...], places: slice, first: int) -> None:
+    """Keeps the log-probs of the prompt tokens that follow those at flat `places`, which are tokens `first` and on."""
+    n = min(places.stop - places.start, len(prompt.logprobs) - first - 1)
+    if n <= 0:
+        return
+    here, k = slice(places.start, places.start + n), prompt.top_ids.shape[1]
+    there = slice(first + 1, first + 1 + n)
+    prompt.logprobs[there] = np.asarray(out[0])[here]
+    if k:
+        prompt.top_ids[there], prompt.top_logprobs[there] = np.asarray(out[1])[here, :k], np.asarray(out[2])[here, :k]

@@ -1,13 +1,13 @@
 """Many asyncio callers on one engine."""
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import jax
 
 from inference.engine import Engine
-from inference.types import Completion, Request
+from inference.types import Completion, Request, Tokens
 
 
 class AsyncEngine:
@@ -20,7 +20,11 @@ class AsyncEngine:
         self.engine = engine
         self._boundary = asyncio.Lock()
         """held while the engine steps, and by whoever changes it between steps; fair, so nobody waits for two steps"""
-        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        self._callers = 0
+        """who wants the boundary: the next step is kept short for them"""
+        self._parts: dict[str, asyncio.Queue[Tokens | Completion | Exception]] = {}
+        self._gone: set[str] = set()
+        """requests whose callers have left"""
         self._stepper: asyncio.Task[None] | None = None
 
     async def generate(self, request: Request) -> Completion:
@@ -29,52 +33,92 @@ class AsyncEngine:
         Raises:
             ValueError: as `Engine.submit`.
         """
-        async with self._boundary:
-            self.engine.submit(request)
-            future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
+        async with aclosing(self._follow(request, streaming=False)) as parts:
+            *_, completion = [part async for part in parts]
+        assert isinstance(completion, Completion), "a request ends with its completion"
+        return completion
+
+    def stream(self, request: Request) -> AsyncGenerator[Tokens | Completion, None]:
+        """The request's tokens as they are recorded, then its completion. Closing the iterator cancels the request at the
+        next step boundary.
+
+        Raises:
+            ValueError: as `Engine.submit`, when iteration begins.
+        """
+        return self._follow(request, streaming=True)
+
+    async def _follow(self, request: Request, streaming: bool) -> AsyncGenerator[Tokens | Completion, None]:
+        parts: asyncio.Queue[Tokens | Completion | Exception] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def forward(tokens: Tokens) -> None:
+            loop.call_soon_threadsafe(parts.put_nowait, tokens)
+
+        async with self._between_steps():
+            self.engine.submit(request, forward if streaming else None)
+            self._parts[request.id] = parts
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.create_task(self._run())
-        return await future
+        finished = False
+        try:
+            while not finished:
+                part = await parts.get()
+                finished = not isinstance(part, Tokens) or isinstance(part, Completion)
+                if isinstance(part, Exception):
+                    raise part
+                yield part
+        finally:
+            if not finished:
+                self._gone.add(request.id)
 
     async def pause(self, mode: str = "retract") -> None:
         """As `Engine.pause`, at the next step boundary."""
-        async with self._boundary:
+        async with self._between_steps():
             self.engine.pause(mode)
 
     async def load(self, params: Mapping[str, jax.Array], version: int) -> None:
         """As `Engine.load`."""
-        async with self._boundary:
+        async with self._between_steps():
             self.engine.load(params, version)
 
     async def resume(self) -> None:
         """As `Engine.resume`."""
-        async with self._boundary:
+        async with self._between_steps():
             self.engine.resume()
 
-    async def _run(self) -> None:
-        while self._waiting:
+    @asynccontextmanager
+    async def _between_steps(self) -> AsyncIterator[None]:
+        self._callers += 1
+        try:
             async with self._boundary:
-                for request_id in [i for i, future in self._waiting.items() if future.cancelled()]:
-                    del self._waiting[request_id]
+                yield
+        finally:
+            self._callers -= 1
+
+    async def _run(self) -> None:
+        while self._parts:
+            async with self._boundary:
+                for request_id in self._gone & self._parts.keys():
+                    del self._parts[request_id]
                     with suppress(ValueError):  # an abort finished it first
                         self.engine.cancel(request_id)
+                self._gone.clear()
                 try:
-                    done = await asyncio.to_thread(self.engine.step)
+                    done = await asyncio.to_thread(self.engine.step, 1 if self._callers else None)
                 except Exception as error:
                     self._fail(error)
                     return
                 for completion in done:
-                    future = self._waiting.pop(completion.request_id, None)
-                    if future is not None and not future.done():
-                        future.set_result(completion)
+                    # After the tokens that the step's thread has sent on their way.
+                    if completion.request_id in self._parts:
+                        self._parts.pop(completion.request_id).put_nowait(completion)
             if self.engine.paused:
                 await asyncio.sleep(0.001)
 
     def _fail(self, error: Exception) -> None:
         """Every caller gets the error; none of their requests stays behind."""
-        for request_id, future in self._waiting.items():
+        for request_id, parts in self._parts.items():
             with suppress(ValueError):  # it had finished before the step failed
                 self.engine.cancel(request_id)
-            if not future.done():
-                future.set_exception(error)
-        self._waiting.clear()
+            parts.put_nowait(error)
+        self._parts.clear()

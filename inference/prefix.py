@@ -1,23 +1,66 @@
-"""The prefix tree: full pages of tokens whose keys and values are in the pool.
+"""The prefix tree: pages of tokens whose keys and values are in the pool.
 
 A root per (weight version, adapter): cached state has no other identity, so an update never flushes anything. Pages of
 another version are simply never found, and are the first to go when room is needed.
+
+Full pages are shared. The last page of a path may be filled in part, or a path may part from another inside a page: such a
+page is found too, as a tail to be copied.
 """
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from inference.pages import PagePool
 
+SHORTEST_TAIL = 4
+"""tokens that are worth the copy of a page"""
+EVICT_AT_ONCE = 32
+"""at least one page in so many goes when one must, so that a full pool does not walk the tree at every step"""
 
+
+@dataclass(eq=False, slots=True)
 class _Node:
-    __slots__ = ("children", "page", "parent", "stamp", "tokens")
+    tokens: tuple[int, ...]
+    page: int
+    parent: "_Node | None"
+    children: dict[int, list["_Node"]] = field(default_factory=dict)
+    """by first token"""
+    stamp: int = 0
 
-    def __init__(self, tokens: tuple[int, ...], page: int, parent: "_Node | None"):
-        self.tokens, self.page, self.parent = tokens, page, parent
-        self.children: dict[tuple[int, ...], _Node] = {}
-        self.stamp = 0
+    def remove(self) -> None:
+        assert self.parent is not None
+        siblings = self.parent.children[self.tokens[0]]
+        siblings.remove(self)
+        if not siblings:
+            del self.parent.children[self.tokens[0]]
+
+    def below(self) -> Iterator["_Node"]:
+        """Itself and all nodes below."""
+        stack: list[_Node] = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(itertools.chain.from_iterable(node.children.values()))
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens the two begin with alike."""
+    most = min(len(a), len(b))
+    return next((i for i in range(most) if a[i] != b[i]), most)
+
+
+@dataclass(frozen=True)
+class Match:
+    """What is cached of a sequence."""
+
+    pages: list[int]
+    """full pages, each held once more for the caller"""
+    tail: int = 0
+    """tokens after them that stand at the beginning of `tail_page`; 0 for none"""
+    tail_page: int = 0
+    """not held: to be copied before anything else happens to the pool"""
 
 
 class PrefixTree:
@@ -29,67 +72,86 @@ class PrefixTree:
         self._clock = itertools.count(1)
         self.num_pages = 0
 
-    def _pages(self, ids: Sequence[int]):
-        size = self.page_size
-        return (tuple(ids[at : at + size]) for at in range(0, len(ids) - size + 1, size))
-
-    def match(self, version: int, adapter: str, ids: Sequence[int]) -> list[int]:
-        """Pages of the longest cached prefix of `ids`, each now held once more for the caller."""
-        node, found, stamp = self._roots.get((version, adapter)), [], next(self._clock)
-        for tokens in self._pages(ids):
-            node = node.children.get(tokens) if node is not None else None
-            if node is None:
+    def match(self, version: int, adapter: str, ids: Sequence[int]) -> Match:
+        """The longest cached prefix of `ids`."""
+        node, pages, stamp = self._roots.get((version, adapter)), [], next(self._clock)
+        while node is not None:
+            at = len(pages) * self.page_size
+            tokens = tuple(ids[at : at + self.page_size])
+            children = node.children.get(tokens[0], []) if tokens else []
+            alike, node = max(
+                ((common(child.tokens, tokens), child) for child in children), key=lambda c: c[0], default=(0, None)
+            )
+            if node is None or alike < SHORTEST_TAIL < self.page_size:
                 break
             node.stamp = stamp
+            if alike < self.page_size:
+                return Match(pages, alike, node.page)
             self.pool.hold(node.page)
-            found.append(node.page)
-        return found
+            pages.append(node.page)
+        return Match(pages)
 
     def insert(self, version: int, adapter: str, ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Remembers full pages of `ids`, which stand in `pages`. Pages that are known already stay the known ones."""
-        node = self._roots.setdefault((version, adapter), _Node((), 0, None))
-        stamp = next(self._clock)
-        for tokens, page in zip(self._pages(ids), pages, strict=False):
-            child = node.children.get(tokens)
+        """Remembers `ids`, which stand in `pages`. What is known already stays where it is known to be."""
+        node, stamp = self._roots.setdefault((version, adapter), _Node((), 0, None)), next(self._clock)
+        for at, page in zip(range(0, len(ids), self.page_size), pages, strict=False):
+            tokens = tuple(ids[at : at + self.page_size])
+            siblings = node.children.setdefault(tokens[0], [])
+            child = next((s for s in siblings if s.tokens[: len(tokens)] == tokens), None)
             if child is None:
-                child = node.children[tokens] = _Node(tokens, page, node)
-                self.pool.hold(page)
-                self.num_pages += 1
+                child = self._add(node, siblings, tokens, page)
             child.stamp = stamp
             node = child
 
+    def _add(self, parent: _Node, siblings: list[_Node], tokens: tuple[int, ...], page: int) -> _Node:
+        for other in [s for s in siblings if tokens[: len(s.tokens)] == s.tokens]:
+            if other.page == page:  # its owner has filled it further
+                other.tokens = tokens
+                return other
+            if self.pool.refs[other.page] == 1:
+                siblings.remove(other)
+                self._drop(other)
+        child = _Node(tokens, page, parent)
+        siblings.append(child)
+        self.pool.hold(page)
+        self.num_pages += 1
+        return child
+
+    def _drop(self, node: _Node) -> None:
+        self.pool.drop(node.page)
+        self.num_pages -= 1
+
     def evict(self, wanted: int, version: int) -> int:
-        """Frees up to `wanted` pages that only the tree holds: leaves, other versions first, then least recently used."""
+        """Frees pages that only the tree holds, `wanted` or some more: leaves, other versions first, then least recently
+        used. Returns how many."""
+        wanted = max(wanted, self.pool.num_pages // EVICT_AT_ONCE)
         heap: list[tuple[bool, int, int, _Node]] = []
         order = itertools.count()
+
+        def offer(of_version: bool, node: _Node) -> None:
+            if not node.children and node.parent is not None and self.pool.refs[node.page] == 1:
+                heapq.heappush(heap, (of_version, node.stamp, next(order), node))
+
         for (of, _), root in self._roots.items():
-            stack = [root]
-            while stack:
-                node = stack.pop()
-                stack.extend(node.children.values())
-                if not node.children and node.parent is not None and self.pool.refs[node.page] == 1:
-                    heap.append((of == version, node.stamp, next(order), node))
-        heapq.heapify(heap)
+            for node in root.below():
+                offer(of == version, node)
         freed = 0
         while heap and freed < wanted:
             current, _, _, node = heapq.heappop(heap)
-            self.pool.drop(node.page)
-            self.num_pages -= 1
+            self._drop(node)
+            node.remove()
             freed += 1
-            parent = node.parent
-            assert parent is not None
-            del parent.children[node.tokens]
-            if not parent.children and parent.parent is not None and self.pool.refs[parent.page] == 1:
-                heapq.heappush(heap, (current, parent.stamp, next(order), parent))
+            assert node.parent is not None
+            offer(current, node.parent)
         self._roots = {key: root for key, root in self._roots.items() if root.children or key[0] == version}
         return freed
 
+    def clear(self) -> None:
+        """Forgets everything, pages in use too: what is in the pool is lost."""
+        for page in self.held():
+            self.pool.drop(page)
+        self._roots, self.num_pages = {}, 0
+
     def held(self) -> list[int]:
         """Every page the tree holds."""
-        stack, pages = list(self._roots.values()), []
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            if node.parent is not None:
-                pages.append(node.page)
-        return pages
+        return [node.page for root in self._roots.values() for node in root.below() if node.parent is not None]

@@ -1,15 +1,19 @@
-"""The device side of the engine: two families of compiled programs over the page pool.
+"""The device side of the engine: two families of compiled programs over the engine's state.
 
-Legend: T tokens, S engine slots, N query blocks, Q queries of a block, C keys of a block, K kv heads, P pages, h head dim.
+Legend: T tokens, S rows (sequences of a step), M key blocks of all rows.
 
 `extend` computes a flat ragged mix of prefill chunks and decode tokens; `decode` runs up to a number of steps in a loop on
 the device. Shapes come from small bucket tables and every program is compiled ahead of time, with the very shardings it is
 called with: a shape that was not compiled is an error, not a pause.
+
+A slot's newest token lives on the device, so that a step can be dispatched before the one before it is read: where the host
+passes no token, the slot's is taken.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,256 +22,225 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from inference.sampler import Warp, sample
-from inference.types import MAX_STOP_IDS
-from models.attention import KEY_BLOCK, Array, PagedBlocks, PagedContext, pool_dtype
+from inference.batch import Decode, Extend, Shapes
+from inference.config import EngineConfig
+from inference.sampler import Sampled, Tables, count, empty_tables, prompt_log_probs, sample, set_row
+from models.attention import Array
 from models.config import ModelConfig
+from models.gather import PagedBlocks
+from models.paged import Need, PagedContext, choose
 from models.transformer import Definition
 from sharding.reshard import abstract
 from sharding.rules import Rules
 
-QUERY_BLOCK = 16
-MIN_ROWS = 8
-"""fewest rows of any product: fewer are slower (measured), and a single one has other bits"""
-
-Pool = list[tuple[jax.Array, jax.Array]]
-
-
-def powers(low: int, high: int) -> tuple[int, ...]:
-    """low, 2 low, 4 low ... up to and including `high`."""
-    sizes = []
-    while low < high:
-        sizes.append(low)
-        low *= 2
-    return (*sizes, high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Sizes of an engine; all are fixed at start."""
-
-    max_context: int
-    """most tokens of a sequence, prompt and sampled; a multiple of 128"""
-    max_slots: int = 64
-    """sequences that run at once"""
-    num_pages: int = 1024
-    page_size: int = 16
-    """tokens of a page: what the prefix cache shares is whole pages"""
-    tokens_per_step: int = 512
-    """most tokens of one extend"""
-    decode_steps: int = 8
-    """most decode steps of one call"""
-    context_buckets: tuple[int, ...] = ()
-    """key widths to compile for (default: 256, 512 ... max_context)"""
-    slot_buckets: tuple[int, ...] = ()
-    """decode batch sizes to compile for (default: 8, 16 ... max_slots)"""
-
-    def __post_init__(self) -> None:
-        for name in ("max_context", "max_slots", "num_pages", "page_size", "tokens_per_step", "decode_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"engine.{name}: must be at least 1, got {getattr(self, name)}")
-        if KEY_BLOCK % self.page_size:
-            raise ValueError(f"engine.page_size: must divide {KEY_BLOCK}, got {self.page_size}")
-        for size in (self.max_context, *self.context_buckets):
-            if size % KEY_BLOCK:
-                raise ValueError(f"engine.max_context and context_buckets: {size} is not a multiple of {KEY_BLOCK}")
-        for name, sizes, most in (
-            ("context_buckets", self.contexts, self.max_context),
-            ("slot_buckets", self.slots, max(MIN_ROWS, self.max_slots)),
-        ):
-            if sizes != tuple(sorted(set(sizes))) or sizes[-1] != most:
-                raise ValueError(f"engine.{name}: {sizes} must increase and end at {most}")
-        if self.slots[0] < MIN_ROWS:
-            raise ValueError(f"engine.slot_buckets: {self.slots} must start at {MIN_ROWS} or more")
-        if self.tokens_per_step < self.max_slots:
-            raise ValueError(
-                f"engine.tokens_per_step: {self.tokens_per_step} is less than max_slots ({self.max_slots}); "
-                f"each running sequence needs room for one token"
-            )
-
-    @property
-    def contexts(self) -> tuple[int, ...]:
-        return self.context_buckets or powers(2 * KEY_BLOCK, self.max_context)
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        return self.slot_buckets or powers(MIN_ROWS, max(MIN_ROWS, self.max_slots))
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Sizes of extend: a quarter and the whole of the step's budget."""
-        whole = max(MIN_ROWS, self.tokens_per_step)
-        return (max(MIN_ROWS, whole // 4), whole) if whole >= 4 * MIN_ROWS else (whole,)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Extend:
-    tokens: Array
-    """int32 [T]"""
-    positions: Array
-    """int32 [T]"""
-    blocks: PagedBlocks
-    rows: Array
-    """int32 [S]: the tokens after which one is sampled"""
-    warp: Warp
+class State:
+    """What stays on the device; donated to every program."""
+
+    pool: list[Any]
+    """a layer's pages each, as the attention backend keeps them"""
+    last: Array
+    """int32 [slots + 1]: newest token of each slot; -1 when it was the last. The last row is for padding"""
+    tables: Tables
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Decode:
-    tokens: Array
-    """int32 [S]: each sequence's newest token"""
-    positions: Array
-    """int32 [S]: its position; -1 for an empty slot"""
-    table: Array
-    """int32 [S, C / page size]"""
-    left: Array
-    """int32 [S]: tokens it may still sample"""
-    stop_ids: Array
-    """int32 [S, MAX_STOP_IDS], padded with -1"""
-    warp: Warp
-    steps: Array
-    """int32 []: most steps"""
-    until_finished: Array
-    """bool []: return as soon as any sequence finishes, because others wait for its slot"""
-
-
-def _packed(ids: jax.Array, drawn: jax.Array, full: jax.Array) -> jax.Array:
-    """int32 [3, S], so that a step comes back in one transfer."""
-    bits = (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in (drawn, full))
-    return jnp.stack([ids, *bits])
+def _packed(sampled: Sampled) -> jax.Array:
+    """int32 [3 + 2 * MAX_TOP_LOGPROBS, S], so that a step comes back in one transfer."""
+    logprobs = jnp.stack([sampled.logprobs, sampled.logprobs_full])
+    bits = jax.lax.bitcast_convert_type(jnp.concatenate([logprobs, sampled.top_logprobs.T]), jnp.int32)
+    return jnp.concatenate([sampled.ids[None], bits[:2], sampled.top_ids.T, bits[2:]])
 
 
 class Runner:
-    """Holds the page pool and the compiled programs; weights are an argument of each call."""
+    """Holds the device state and the compiled programs; weights are an argument of each call."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig, dtype: DTypeLike, mesh: Mesh, rules: Rules):
         self.config = config
         self.definition = Definition(model, dtype, stacked=False)
         self.dtype = np.dtype(dtype)
         self.shardings = rules.shardings(mesh, self.definition.weights)
+        need = Need(
+            model=model,
+            dtype=dtype,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            num_rows=max(config.slots),
+            row_pages=config.max_context // config.page_size,
+            mesh=mesh,
+            rules=rules,
+        )
+        self.backend = choose(need)
+        self.shapes = Shapes(config, model.num_heads, need.platform)
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._pool_sharding = NamedSharding(mesh, rules.spec(("kv_heads", None, None, None), "the page pool"))
-        self._pool_dtype = pool_dtype(dtype)
-        self._pool_shape = (model.num_kv_heads, config.num_pages, config.page_size, model.head_dim)
-        self.pool: Pool = jax.jit(self._empty, out_shardings=self._pool_sharding)()
+        self._state: State | None = None
         self._programs: dict[tuple, Any] = {}
 
-    def _empty(self) -> Pool:
-        layers = range(self.definition.config.num_layers)
-        return [(jnp.zeros(self._pool_shape, self._pool_dtype), jnp.zeros(self._pool_shape, self._pool_dtype)) for _ in layers]
+    # ---- the device state
 
-    def extend(self, params: Mapping[str, jax.Array], pool: Pool, batch: Extend) -> tuple[jax.Array, Pool]:
-        """Pure; compiled per (T, C)."""
+    def abstract_state(self) -> State:
+        """Shapes, dtypes and shardings of the device state."""
+        slots, V = self.config.max_slots, self.definition.config.vocab_size
+
+        def replicated(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated)
+
+        tables = jax.tree.map(replicated, jax.eval_shape(partial(empty_tables, slots, V)))
+        last = jax.ShapeDtypeStruct((slots + 1,), jnp.int32, sharding=self._replicated)
+        pool = [self.backend.layer() for _ in range(self.definition.config.num_layers)]
+        return State(pool=pool, last=last, tables=tables)
+
+    def allocate(self) -> None:
+        """An empty device state."""
+        like = self.abstract_state()
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like),
+            out_shardings=jax.tree.map(lambda x: x.sharding, like),
+        )
+        self._state = zeros()
+
+    def release(self) -> None:
+        """Gives the memory of the device state back; `allocate` makes a new one."""
+        self._state = None
+
+    @property
+    def state(self) -> State:
+        assert self._state is not None, "the runner has no device state: allocate() first"
+        return self._state
+
+    # ---- the programs: pure functions
+
+    def extend(self, params: Mapping[str, jax.Array], state: State, batch: Extend) -> tuple[tuple[jax.Array, ...], State]:
+        """Compiled per T. Returns what was sampled, packed `[..., S]`, and the log-probs of the prompt `[T]`, `[T, top]`."""
         model = self.definition.bind(params)
-        context = PagedContext(pool, batch.blocks, self.dtype)
-        hidden = model(batch.tokens, batch.positions, context)
-        logits = model.logits(jnp.take(hidden, batch.rows, axis=0))
-        return _packed(*sample(logits, jnp.take(batch.positions, batch.rows) + 1, batch.warp)), context.pool
+        newest = jnp.take(state.last, batch.slot)
+        tokens = jnp.maximum(jnp.where(batch.tokens >= 0, batch.tokens, jnp.take(newest, batch.row)), 0)
+        context = PagedContext(state.pool, batch.blocks, self.backend)
+        hidden = model(tokens, batch.positions, context)
+        at = jnp.take(batch.positions, batch.sampled) + 1
+        sampled = sample(model.logits(jnp.take(hidden, batch.sampled, axis=0)), at, batch.slot, batch.warp, state.tables)
+        # The host does not know yet that a row's newest token was its last; what the row samples now means nothing.
+        live = (batch.host_token | (newest >= 0)) & (batch.slot < self.config.max_slots)
+        stopped = (sampled.ids[:, None] == batch.stop_ids).any(axis=1)
+        last = state.last.at[batch.slot].set(jnp.where(live & ~stopped, sampled.ids, -1))
+        tables = count(state.tables, batch.slot, sampled.ids, live)
+        prompt = prompt_log_probs(model, hidden, batch.next_ids, batch.prompt_wanted, batch.prompt_top)
+        return (_packed(sampled), *prompt), State(pool=context.pool, last=last, tables=tables)
 
-    def decode(self, params: Mapping[str, jax.Array], pool: Pool, batch: Decode) -> tuple[jax.Array, Pool]:
-        """Pure; compiled per (S, C). Rows of the result past a sequence's end, or past the last step, mean nothing."""
+    def decode(self, params: Mapping[str, jax.Array], state: State, batch: Decode) -> tuple[tuple[jax.Array, ...], State]:
+        """Compiled per (S, M). Returns packed samples `[decode_steps, ..., S]`; those past a row's end, or past the last step,
+        mean nothing."""
         model = self.definition.bind(params)
         S = batch.tokens.shape[0]
         size = self.config.page_size
-        places = jnp.arange(S, dtype=jnp.int32)
+        tokens = jnp.where(batch.tokens >= 0, batch.tokens, jnp.take(state.last, batch.slot))
+        left = jnp.where(tokens >= 0, batch.left, 0)
+        starts = jnp.arange(S + 1, dtype=jnp.int32)
 
-        def go_on(state: tuple) -> jax.Array:
-            step, _, _, left, _, _ = state
-            finished = ((left == 0) & (batch.left > 0)).any()
-            return (step < batch.steps) & (left > 0).any() & ~(batch.until_finished & finished)
+        def go_on(carry: tuple) -> jax.Array:
+            step, _, _, left, *_ = carry
+            return (step < batch.steps) & (left > 0).any()
 
-        def body(state: tuple) -> tuple:
-            step, tokens, positions, left, out, pool = state
+        def body(carry: tuple) -> tuple:
+            step, tokens, positions, left, out, pool, tables = carry
             live = left > 0
             at = jnp.where(live, positions, 0)
             page = jnp.take_along_axis(batch.table, (at // size)[:, None], axis=1)[:, 0]
             blocks = PagedBlocks(
                 page=jnp.where(live, page, 0),
                 offset=at % size,
-                query=places[:, None],
-                position=jnp.where(live, positions, -1)[:, None],
                 table=batch.table,
-                slot=places,
+                starts=starts,
+                lengths=jnp.where(live, at + 1, 0),
+                num_rows=jnp.full((1,), S, jnp.int32),
+                reads=batch.reads(jnp.where(live, positions, -1)),
             )
-            context = PagedContext(pool, blocks, self.dtype)
-            hidden = model(tokens, at, context)
-            ids, drawn, full = sample(model.logits(hidden), at + 1, batch.warp)
-            stopped = (ids[:, None] == batch.stop_ids).any(axis=1)
-            left = jnp.where(live, jnp.where(stopped, 0, left - 1), 0)
-            out = out.at[step].set(_packed(ids, drawn, full))
-            return step + 1, jnp.where(live, ids, tokens), positions + live, left, out, context.pool
+            context = PagedContext(pool, blocks, self.backend)
+            hidden = model(jnp.maximum(tokens, 0), at, context)
+            sampled = sample(model.logits(hidden), at + 1, batch.slot, batch.warp, tables)
+            tables = count(tables, batch.slot, sampled.ids, live)
+            stopped = (sampled.ids[:, None] == batch.stop_ids).any(axis=1)
+            out = out.at[step].set(_packed(sampled))
+            tokens = jnp.where(live, jnp.where(stopped, -1, sampled.ids), tokens)
+            left = jnp.where(live & ~stopped, left - 1, 0)
+            return step + 1, tokens, positions + live, left, out, context.pool, tables
 
-        out = jnp.zeros((self.config.decode_steps, 3, S), jnp.int32)
-        state = (jnp.int32(0), batch.tokens, batch.positions, batch.left, out, pool)
-        *_, out, pool = jax.lax.while_loop(go_on, body, state)
-        return out, pool
+        packed = jax.eval_shape(lambda: _packed(sample(*self._sample_like(S, batch, state.tables))))
+        out = jnp.zeros((self.config.decode_steps, *packed.shape), packed.dtype)
+        carry = (jnp.int32(0), tokens, batch.positions, left, out, state.pool, state.tables)
+        _, tokens, _, _, out, pool, tables = jax.lax.while_loop(go_on, body, carry)
+        last = state.last.at[batch.slot].set(tokens)
+        return (out,), State(pool=pool, last=last, tables=tables)
 
-    def _greedy(self, S: int) -> Warp:
-        return Warp(
-            temperature=np.zeros(S, np.float32),
-            top_k=np.zeros(S, np.int32),
-            top_p=np.ones(S, np.float32),
-            min_p=np.zeros(S, np.float32),
-            seed=np.zeros(S, np.uint32),
-        )
+    def _sample_like(self, S: int, batch: Decode, tables: Tables) -> tuple:
+        logits = jnp.zeros((S, self.definition.config.vocab_size), jnp.float32)
+        return logits, batch.positions, batch.slot, batch.warp, tables
 
-    def empty_extend(self, T: int, C: int) -> Extend:
-        """An extend of padding only; the engine fills it in."""
-        size, S = self.config.page_size, max(MIN_ROWS, self.config.max_slots)
-        N = -(-T // QUERY_BLOCK) + self.config.max_slots
-        zeros = np.zeros(T, np.int32)
-        blocks = PagedBlocks(
-            page=zeros.copy(),
-            offset=zeros.copy(),
-            query=np.zeros((N, QUERY_BLOCK), np.int32),
-            position=np.full((N, QUERY_BLOCK), -1, np.int32),
-            table=np.zeros((N, C // size), np.int32),
-            slot=zeros.copy(),
-        )
-        rows = np.zeros(S, np.int32)
-        return Extend(tokens=zeros.copy(), positions=zeros.copy(), blocks=blocks, rows=rows, warp=self._greedy(S))
+    def copy(self, state: State, source: jax.Array, target: jax.Array) -> State:
+        """Copies pages `source [S]` to `target [S]`: a prefix that ends inside a page goes on in a page of its own."""
+        pool = jax.tree.map(lambda pages: self.backend.copy(pages, source, target), state.pool)
+        return State(pool=pool, last=state.last, tables=state.tables)
 
-    def empty_decode(self, S: int, C: int) -> Decode:
-        """A decode of empty slots only; the engine fills it in."""
-        return Decode(
-            tokens=np.zeros(S, np.int32),
-            positions=np.full(S, -1, np.int32),
-            table=np.zeros((S, C // self.config.page_size), np.int32),
-            left=np.zeros(S, np.int32),
-            stop_ids=np.full((S, MAX_STOP_IDS), -1, np.int32),
-            warp=self._greedy(S),
-            steps=np.zeros((), np.int32),
-            until_finished=np.zeros((), bool),
-        )
+    def set_row(self, state: State, slot: jax.Array, counts: jax.Array, bias: jax.Array) -> State:
+        """A slot's rows of the sampler's tables."""
+        return State(pool=state.pool, last=state.last, tables=set_row(state.tables, slot, counts, bias))
 
-    def lower(self, kind: str, size: int, C: int) -> Any:
+    # ---- compiling and calling them
+
+    def buckets(self) -> list[tuple]:
+        """The programs that serving can need."""
+        config = self.config
+        extends = [("extend", T) for T in config.tokens]
+        return [*extends, *(("decode", S, M) for S in config.slots for M in config.key_blocks(S)), ("copy",), ("set_row",)]
+
+    def lower(self, bucket: tuple) -> Any:
         """The lowered program of one bucket, over abstract arguments with the serving shardings."""
-        batch = self.empty_extend(size, C) if kind == "extend" else self.empty_decode(size, C)
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), batch)
-        pool = [(jax.ShapeDtypeStruct(self._pool_shape, self._pool_dtype, sharding=self._pool_sharding),) * 2] * len(self.pool)
+        state = self.abstract_state()
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+
+        def like(batch: Any) -> Any:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), batch)
+
+        kind, *sizes = bucket
+        if kind == "copy":
+            pages = np.zeros(self.config.max_slots, np.int32)
+            return jax.jit(self.copy, donate_argnums=0, out_shardings=shardings).lower(state, *like((pages, pages)))
+        if kind == "set_row":
+            rows = [np.zeros((), np.int32), *(np.zeros(table.shape[1], table.dtype) for table in jax.tree.leaves(state.tables))]
+            return jax.jit(self.set_row, donate_argnums=0, out_shardings=shardings).lower(state, *like(rows))
+        batch = self.shapes.extend(*sizes) if kind == "extend" else self.shapes.decode(*sizes)
+        function: Callable = self.extend if kind == "extend" else self.decode
         params = abstract(self.definition.weights, self.dtype, self.shardings)
-        out = (self._replicated, [(self._pool_sharding,) * 2] * len(self.pool))
-        function = self.extend if kind == "extend" else self.decode
-        return jax.jit(function, donate_argnums=1, out_shardings=out).lower(params, pool, like)
+        outs = (self._replicated,) * (4 if kind == "extend" else 1)
+        return jax.jit(function, donate_argnums=1, out_shardings=(outs, shardings)).lower(params, state, like(batch))
 
     def warm_up(self) -> int:
         """Compiles every program that serving can need; returns how many."""
-        buckets = [("extend", T, C) for T in self.config.tokens for C in self.config.contexts]
-        buckets += [("decode", S, C) for S in self.config.slots for C in self.config.contexts]
-        missing = [bucket for bucket in buckets if bucket not in self._programs]
+        missing = [bucket for bucket in self.buckets() if bucket not in self._programs]
         with ThreadPoolExecutor(2) as threads:
-            compiled = threads.map(lambda lowered: lowered.compile(), [self.lower(*bucket) for bucket in missing])
+            compiled = threads.map(lambda lowered: lowered.compile(), [self.lower(bucket) for bucket in missing])
             self._programs.update(zip(missing, compiled, strict=True))
         return len(missing)
 
-    def run(self, params: Mapping[str, jax.Array], batch: Extend | Decode) -> np.ndarray:
-        """Runs one step on the pool. The result is `[3, S]` for an extend, `[decode_steps, 3, S]` for a decode."""
-        if isinstance(batch, Extend):
-            bucket = ("extend", batch.tokens.shape[0], batch.blocks.table.shape[1] * self.config.page_size)
-        else:
-            bucket = ("decode", batch.tokens.shape[0], batch.table.shape[1] * self.config.page_size)
+    def _program(self, bucket: tuple) -> Any:
         assert bucket in self._programs, f"{bucket} was not compiled at warm-up"
-        out, self.pool = self._programs[bucket](dict(params), self.pool, jax.device_put(batch, self._replicated))
-        return np.asarray(out)
+        return self._programs[bucket]
+
+    def run(self, params: Mapping[str, jax.Array], batch: Extend | Decode) -> tuple[jax.Array, ...]:
+        """Dispatches one step; the results are on their way to the host."""
+        bucket = batch.bucket
+        out, self._state = self._program(bucket)(params, self.state, jax.device_put(batch, self._replicated))
+        out[0].copy_to_host_async()
+        return out
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies pages, (source, target) each; at most max_slots of them."""
+        pages = np.zeros((2, self.config.max_slots), np.int32)
+        pages[:, : len(pairs)] = np.asarray(pairs, np.int32).T
+        self._state = self._program(("copy",))(self.state, *jax.device_put(tuple(pages), self._replicated))
+
+    def set_slot(self, slot: int, counts: np.ndarray, bias: np.ndarray) -> None:
+        """Fills a slot's rows of the sampler's tables."""
+        rows = jax.device_put((np.int32(slot), counts, bias), self._replicated)
+        self._state = self._program(("set_row",))(self.state, *rows)

@@ -1,15 +1,20 @@
 """Who runs next, and on which pages. Plain Python; it never sees an array of the device.
 
 A sequence is its token ids and how many of them have keys and values in its pages (`computed`). One uncomputed token is a
-decode step, several are a prefill; a preempted sequence is simply one with nothing computed.
+decode step, several are a prefill; a preempted sequence is simply one with nothing computed. The books are one step ahead of
+what has been read: `pending` tokens are sampled on the device, and the host does not know them yet.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from inference.pages import PagePool
-from inference.prefix import PrefixTree
-from inference.types import FinishReason, Request
+from inference.prefix import Match, PrefixTree, common
+from inference.text import Detokenizer, StopStrings
+from inference.types import FinishReason, PromptLogprobs, Request, Tokens
 
 
 @dataclass(eq=False)
@@ -17,36 +22,69 @@ class Sequence:
     request: Request
     arrival: int
     ids: list[int]
-    """prompt, then what was sampled"""
+    """prompt, then what was sampled and read"""
+    on_tokens: Callable[[Tokens], None] | None = None
+    pending: int = 0
+    """tokens sampled after `ids` that were not read yet"""
     computed: int = 0
     pages: list[int] = field(default_factory=list)
+    slot: int = -1
     logprobs: list[float] = field(default_factory=list)
     logprobs_full: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """ids and log-probs of the likeliest tokens at each sampled place"""
+    prompt_logprobs: PromptLogprobs | None = None
+    """filled as the prompt is computed"""
+    prompt_done: int = 1
+    """prompt tokens whose log-probs are known, or on their way; the first has none"""
+    text: tuple[Detokenizer, StopStrings] | None = None
+    """where stop strings are looked for"""
     cached: int | None = None
     """prompt tokens found cached at the first admission"""
     prefilled: int = 0
     private: bool = False
     """its pages hold keys of more than one version (pause mode keep): they never enter the prefix tree"""
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
 
     @property
     def uncomputed(self) -> int:
-        return len(self.ids) - self.computed
+        return len(self.ids) + self.pending - self.computed
 
     @property
     def num_sampled(self) -> int:
-        return len(self.ids) - len(self.request.prompt_ids)
+        return len(self.ids) + self.pending - len(self.request.prompt_ids)
+
+    @property
+    def wants_prompt(self) -> bool:
+        return self.prompt_logprobs is not None and self.prompt_done < len(self.request.prompt_ids)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether it may end before its budget does."""
+        params = self.request.params
+        return bool(params.stop) or (bool(params.stop_ids) and not params.ignore_eos)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.request.priority, self.arrival
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One step of the device."""
+    """One step of the device, and what must be done just before it."""
 
     chunks: list[tuple[Sequence, int]]
     """sequences and how many tokens of each are computed"""
     steps: int
     """0: an extend; otherwise at most this many decode steps, one token of each sequence at a time"""
+    left: list[int]
+    """tokens that each may still sample"""
+    copies: list[tuple[int, int]]
+    """pages to copy: (source, target)"""
+    fresh: list[Sequence]
+    """sequences whose slot has changed hands"""
 
 
 class Scheduler:
@@ -66,8 +104,11 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._arrivals = itertools.count()
+        self._slots = list(range(max_slots - 1, -1, -1))
+        self._copies: list[tuple[int, int]] = []
+        self._fresh: list[Sequence] = []
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request, on_tokens: Callable[[Tokens], None] | None = None) -> Sequence:
         """Queues a request.
 
         Raises:
@@ -87,50 +128,77 @@ class Scheduler:
                 f"max_tokens: request {request.id!r} may need {self._pages_for(most)} pages of {self.page_size} tokens, but "
                 f"the pool has {self.pool.num_pages - 1}; lower max_tokens or raise engine.num_pages"
             )
-        sequence = Sequence(request, next(self._arrivals), list(request.prompt_ids))
-        self.waiting.append(sequence)
+        sequence = Sequence(request, next(self._arrivals), list(request.prompt_ids), on_tokens)
+        self._wait(sequence)
         return sequence
+
+    def _wait(self, *sequences: Sequence) -> None:
+        self.waiting = sorted([*self.waiting, *sequences], key=lambda s: s.order)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def _shared_key(self, sequence: Sequence, page: int) -> tuple[str, tuple[int, ...]]:
-        return sequence.request.adapter, tuple(sequence.ids[: (page + 1) * self.page_size])
+    # ---- admission
 
     def _admit(self) -> None:
-        """Moves waiting sequences into free slots, oldest first.
+        """Moves waiting sequences into free slots, by priority and age, with pages for all they have to compute.
 
-        One whose next page is being prefilled by another waits for that page instead of computing it a second time.
+        One that has much in common with a running prefill waits for it instead of computing the same a second time.
         """
-        if not self.waiting or len(self.running) >= self.max_slots:
+        if not self.waiting or not self._slots:
             return
-        size = self.page_size
-        pending = {
-            self._shared_key(s, page)
-            for s in self.running
-            if s.uncomputed > 1 and not s.private
-            for page in range(s.computed // size, (len(s.ids) - 1) // size)
-        }
+        prefills: dict[tuple[str, tuple[int, ...]], list[Sequence]] = {}
+        for sequence in self.running:
+            self._note_prefill(prefills, sequence)
         held: list[Sequence] = []
-        while self.waiting and len(self.running) < self.max_slots:
+        while self.waiting and self._slots and len(held) < self.max_slots:
             sequence = self.waiting.pop(0)
             # The last token is always computed: its logits are what is wanted.
-            pages = self.tree.match(self.version, sequence.request.adapter, sequence.ids[:-1])
-            lacking = self._pages_for(len(sequence.ids)) - len(pages)
-            shared = len(pages) < (len(sequence.ids) - 1) // size and self._shared_key(sequence, len(pages)) in pending
+            known = [] if sequence.wants_prompt else sequence.ids[:-1]
+            match = self.tree.match(self.version, sequence.request.adapter, known)
+            shared = self._is_being_computed(prefills, sequence, known, match)
+            lacking = self._pages_for(len(sequence.ids)) - len(match.pages)
             if shared or not self._make_room(lacking):
-                for page in pages:
+                for page in match.pages:
                     self.pool.drop(page)
                 held.append(sequence)
                 if not shared:
                     break
                 continue
-            sequence.pages, sequence.computed = pages, len(pages) * size
-            if sequence.cached is None:
-                sequence.cached = min(sequence.computed, len(sequence.request.prompt_ids))
-            self.running.append(sequence)
-            pending |= {self._shared_key(sequence, p) for p in range(len(pages), (len(sequence.ids) - 1) // size)}
-        self.waiting = sorted(held + self.waiting, key=lambda s: s.arrival)
+            self._start(sequence, match, lacking)
+            self._note_prefill(prefills, sequence)
+        self._wait(*held)
+
+    def _head(self, sequence: Sequence) -> tuple[str, tuple[int, ...]]:
+        return sequence.request.adapter, tuple(sequence.ids[: self.page_size])
+
+    def _note_prefill(self, prefills: dict[tuple[str, tuple[int, ...]], list[Sequence]], sequence: Sequence) -> None:
+        if sequence.uncomputed > 1 and not sequence.private:
+            prefills.setdefault(self._head(sequence), []).append(sequence)
+
+    def _is_being_computed(
+        self,
+        prefills: dict[tuple[str, tuple[int, ...]], list[Sequence]],
+        sequence: Sequence,
+        known: list[int],
+        match: Match,
+    ) -> bool:
+        cached = len(match.pages) * self.page_size + match.tail
+        alike = (common(known, other.ids) for other in prefills.get(self._head(sequence), ()))
+        return any(n - cached >= self.page_size for n in alike)
+
+    def _start(self, sequence: Sequence, match: Match, lacking: int) -> None:
+        sequence.pages = [*match.pages, *(self.pool.take() for _ in range(lacking))]
+        sequence.computed = len(match.pages) * self.page_size + match.tail
+        if match.tail:
+            self._copies.append((match.tail_page, sequence.pages[len(match.pages)]))
+        if sequence.cached is None:
+            sequence.cached = min(sequence.computed, len(sequence.request.prompt_ids))
+        sequence.slot = self._slots.pop()
+        self.running.append(sequence)
+        self._fresh.append(sequence)
+
+    # ---- pages
 
     def _make_room(self, pages: int) -> bool:
         """Whether so many pages are free, after evicting what only the prefix tree holds."""
@@ -140,60 +208,95 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's pages away; it waits, and is prefilled again with all it has sampled."""
-        self._release(sequence)
-        self.running.remove(sequence)
-        self.waiting = sorted([sequence, *self.waiting], key=lambda s: s.arrival)
+        assert sequence.pending == 0, "read the step in flight first"
+        self._remember(sequence)
+        self._leave(sequence)
+        self._wait(sequence)
         self.num_preemptions += 1
 
-    def _release(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._slots.append(sequence.slot)
+        self._copies = [pair for pair in self._copies if pair[1] not in sequence.pages]
+        self._fresh = [other for other in self._fresh if other is not sequence]
         for page in sequence.pages:
             self.pool.drop(page)
-        sequence.pages, sequence.computed, sequence.private = [], 0, False
+        sequence.pages, sequence.computed, sequence.slot, sequence.private = [], 0, -1, False
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for the sequence's first `num_tokens`, preempting the youngest others; False if it had to go itself."""
-        while sequence in self.running:
-            lacking = self._pages_for(num_tokens) - len(sequence.pages)
-            if lacking <= 0 or self._make_room(lacking):
-                sequence.pages.extend(self.pool.take() for _ in range(max(0, lacking)))
-                return True
-            self.preempt(max(self.running, key=lambda s: s.arrival))
-        return False
+        """Pages for the sequence's first `num_tokens`; False if there is no room."""
+        lacking = self._pages_for(num_tokens) - len(sequence.pages)
+        if lacking > 0:
+            if not self._make_room(lacking):
+                return False
+            sequence.pages.extend(self.pool.take() for _ in range(lacking))
+        return True
 
-    def schedule(self, max_steps: int) -> Plan | None:
-        """The next step of the device; None when there is nothing to do."""
+    # ---- the next step
+
+    def schedule(self, max_steps: int, drained: bool) -> Plan | None:
+        """The next step of the device; None when there is nothing to do, or none until the step in flight is read.
+
+        Args:
+            drained: nothing is in flight. Only then may sequences be preempted, the last in order first.
+        """
         self._admit()
-        oldest_first = sorted(self.running, key=lambda s: s.arrival)
-        if any(s.uncomputed > 1 for s in oldest_first):
+        while (plan := self._plan(max_steps)) is None and self.running and drained:
+            self.preempt(max(self.running, key=lambda s: s.order))
+        return plan
+
+    def _plan(self, max_steps: int) -> Plan | None:
+        """None when nobody has anything to do, or someone cannot get the pages for it."""
+        ready = sorted((s for s in self.running if self.budget_left(s) > 0), key=lambda s: s.order)
+        if any(s.uncomputed > 1 for s in ready):
             # Decoding sequences first, so that no prefill stalls them.
-            budget, steps = self.tokens_per_step, 0
-            chunks: list[tuple[Sequence, int]] = []
-            for sequence in sorted(oldest_first, key=lambda s: s.uncomputed > 1):
-                n = min(sequence.uncomputed, budget)
-                if n and self._grow(sequence, sequence.computed + n):
+            steps, chunks, budget = 0, [], self.tokens_per_step
+            for sequence in sorted(ready, key=lambda s: s.uncomputed > 1):
+                if n := min(sequence.uncomputed, budget):
                     chunks.append((sequence, n))
                     budget -= n
         else:
-            steps = max_steps
-            chunks = []
-            for sequence in oldest_first:
-                ahead = min(steps, self.budget_left(sequence))
-                if self._grow(sequence, sequence.computed + ahead):
-                    chunks.append((sequence, 1))
-        chunks = [(sequence, n) for sequence, n in chunks if sequence in self.running]
-        return Plan(chunks, steps) if chunks else None
+            steps, chunks = self._steps(ready, max_steps), [(sequence, 1) for sequence in ready]
+        left = [self.budget_left(sequence) for sequence, _ in chunks]
+        ahead = [min(steps, n) if steps else tokens for (_, tokens), n in zip(chunks, left, strict=True)]
+        if not chunks or not all(self._grow(s, s.computed + n) for (s, _), n in zip(chunks, ahead, strict=True)):
+            return None
+        copies, fresh = self._copies, self._fresh
+        self._copies, self._fresh = [], []
+        return Plan(chunks, steps, left, copies, fresh)
+
+    def _steps(self, ready: list[Sequence], max_steps: int) -> int:
+        """Decode steps of one call. While others wait for a slot, it ends as soon as one may be free."""
+        left = [self.budget_left(sequence) for sequence in ready]
+        if not left:
+            return 0
+        if not self.waiting:
+            return min(max_steps, max(left))
+        if any(sequence.may_stop for sequence in ready):
+            max_steps = max(1, max_steps // 4)
+        return min(max_steps, *left)
 
     def budget_left(self, sequence: Sequence) -> int:
-        """Tokens it may still sample."""
-        return min(sequence.request.params.max_tokens - sequence.num_sampled, self.max_context - len(sequence.ids))
+        """Tokens it may still sample, those in flight counted as sampled."""
+        room = self.max_context - len(sequence.ids) - sequence.pending
+        return min(sequence.request.params.max_tokens - sequence.num_sampled, room)
 
-    def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Records that the next `num_tokens` now have keys and values."""
-        was_prefill = sequence.uncomputed > 1 or sequence.num_sampled == 0
-        sequence.computed += num_tokens
-        if was_prefill:
-            sequence.prefilled += num_tokens
-            self._remember(sequence)  # chunk by chunk: whoever waits for a page finds those before it cached
+    def dispatched(self, plan: Plan) -> None:
+        """Brings the books to where the device will be after the plan's step."""
+        for (sequence, n), left in zip(plan.chunks, plan.left, strict=True):
+            prefill = sequence.uncomputed > 1 or sequence.num_sampled == 0
+            if plan.steps:
+                n = min(plan.steps, left)
+                sequence.pending += n
+            elif n == sequence.uncomputed:
+                sequence.pending += 1
+            sequence.computed += n
+            if sequence.prompt_logprobs is not None:
+                most = min(sequence.computed + 1, len(sequence.request.prompt_ids))
+                sequence.prompt_done = max(sequence.prompt_done, most)
+            if prefill:
+                sequence.prefilled += n
+                self._remember(sequence)  # chunk by chunk: whoever waits for it finds it cached
 
     def _remember(self, sequence: Sequence) -> None:
         if not sequence.private:
@@ -201,17 +304,18 @@ class Scheduler:
             self.tree.insert(self.version, sequence.request.adapter, ids, sequence.pages)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Takes a sequence out; its full pages stay cached until the room is needed."""
+        """Takes a sequence out; its pages stay cached until the room is needed."""
         sequence.finish_reason = reason
         if sequence in self.running:
+            # Of its last token the device may or may not have keys.
+            sequence.computed = min(sequence.computed, len(sequence.ids) - 1)
             self._remember(sequence)
-            self._release(sequence)
-            self.running.remove(sequence)
+            self._leave(sequence)
         else:
             self.waiting.remove(sequence)
 
     def check(self) -> None:
-        """Asserts that every page is free, or held by exactly those who say so."""
+        """Asserts that every page is free, or held by exactly those who say so; the same of slots."""
         held = [0] * self.pool.num_pages
         held[0] = 1
         for sequence in self.running:
@@ -221,3 +325,4 @@ class Scheduler:
             held[page] += 1
         assert held == self.pool.refs, "page books do not reconcile"
         assert self.pool.num_free == sum(1 for refs in held if refs == 0)
+        assert sorted([*self._slots, *(s.slot for s in self.running)]) == list(range(self.max_slots))

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from models.layers import COLUMNS, accumulator, dot, exp_from, published
@@ -38,43 +37,116 @@ class Context(Protocol):
         ...
 
 
-def attend_blocks(
-    q_NQHh: jax.Array, k_KNCh: jax.Array, v_KNCh: jax.Array, visible_NQC: jax.Array, dtype: DTypeLike
-) -> jax.Array:
-    """Softmax attention of N blocks of Q queries over C listed keys each -> `[N, Q, H * h]`.
+class Lists(Protocol):
+    """Which key blocks belong to which query block, in path order; at most `width` for each of N query blocks.
 
-    C is a multiple of KEY_BLOCK; every query sees at least one key.
+    Arrays of key blocks have the dims `batch`: "m", or "nw" where every query block has as many (merged, XLA-CPU would make
+    other products of them, with other bits)."""
+
+    @property
+    def batch(self) -> str: ...
+
+    @property
+    def width(self) -> int: ...
+
+    def spread(self, x_KN: jax.Array) -> jax.Array:
+        """`[K, N, ...]` -> `[K, *batch, ...]`: for each key block what belongs to its query block."""
+        ...
+
+    def collect(self, x_KM: jax.Array, w: int, none: float) -> jax.Array:
+        """`[K, *batch, ...]` -> `[K, N, ...]`: of each query block's w-th key block; `none` where it has no such."""
+        ...
+
+
+@dataclass(frozen=True)
+class Equal:
+    """Every query block has `width` key blocks."""
+
+    width: int
+    batch = "nw"
+
+    def spread(self, x_KN: jax.Array) -> jax.Array:
+        K, N, *rest = x_KN.shape
+        return jnp.broadcast_to(x_KN[:, :, None], (K, N, self.width, *rest))
+
+    def collect(self, x_KM: jax.Array, w: int, none: float) -> jax.Array:
+        return x_KM[:, :, w]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ragged:
+    """Every query block has as many key blocks as it needs."""
+
+    owner: Array
+    """int32 [M]: query block that reads key block m; any for a key block that nobody reads"""
+    index: Array
+    """int32 [N, width]: key blocks of a query block in path order; M for none"""
+
+    @property
+    def batch(self) -> str:
+        return "m"
+
+    @property
+    def width(self) -> int:
+        return self.index.shape[1]
+
+    def spread(self, x_KN: jax.Array) -> jax.Array:
+        return jnp.take(x_KN, self.owner, axis=1)
+
+    def collect(self, x_KM: jax.Array, w: int, none: float) -> jax.Array:
+        return jnp.take(x_KM, self.index[:, w], axis=1, mode="fill", fill_value=none)
+
+
+def attend_lists(
+    q_NQHh: jax.Array, k_KMCh: jax.Array, v_KMCh: jax.Array, visible_MQC: jax.Array, lists: Lists, dtype: DTypeLike
+) -> jax.Array:
+    """Softmax attention of N blocks of Q queries, each over its own list of blocks of C = KEY_BLOCK keys -> `[N, Q, H * h]`.
+
+    Every query sees at least one key; values that nobody sees must be finite.
     """
     N, Q, H, h = q_NQHh.shape
-    K, _, C, _ = k_KNCh.shape
-    W, G = C // KEY_BLOCK, H // K
-    if G == 1 and (Q == 1 or W == 1):
+    K, *batch, _, _ = k_KMCh.shape
+    W, G, m = lists.width, H // K, lists.batch
+    if G == 1 and (Q == 1 or W == 1 or m == "m"):
         # A product of one row takes another path, with other bits; and where neither heads nor key blocks stand
         # between the transposition of q and its product, XLA-CPU makes one product of both, on another path too.
         # Twice the heads avoid either.
-        twice = attend_blocks(jnp.repeat(q_NQHh, 2, axis=2), k_KNCh, v_KNCh, visible_NQC, dtype)
+        twice = attend_lists(jnp.repeat(q_NQHh, 2, axis=2), k_KMCh, v_KMCh, visible_MQC, lists, dtype)
         return twice.reshape(N, Q, H, 2, h)[:, :, :, 0].reshape(N, Q, H * h)
-    q = (q_NQHh * h**-0.5).reshape(N, Q, K, G, h).transpose(2, 0, 3, 1, 4).reshape(K, N, 1, G * Q, h)
-    k = k_KNCh.reshape(K, N, W, KEY_BLOCK, h)
-    v = v_KNCh.reshape(K, N, W, KEY_BLOCK, h).astype(accumulator(dtype))
-    scores = dot("knwmh,knwch->knwmc", jnp.broadcast_to(q, (K, N, W, G * Q, h)), k, dtype)
-    seen = visible_NQC.reshape(N, Q, W, KEY_BLOCK).transpose(0, 2, 1, 3)[None, :, :, None]
-    scores = jnp.where(
-        jnp.broadcast_to(seen, (K, N, W, G, Q, KEY_BLOCK)), scores.reshape(K, N, W, G, Q, KEY_BLOCK), MASKED
-    ).reshape(K, N, W, G * Q, KEY_BLOCK)
-    top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True).max(axis=2, keepdims=True))
-    p = exp_from(scores, top)
+    q = (q_NQHh * h**-0.5).reshape(N, Q, K, G, h).transpose(2, 0, 3, 1, 4).reshape(K, N, G * Q, h)
+    scores = dot(f"k{m}rh,k{m}ch->k{m}rc", lists.spread(q), k_KMCh, dtype)
+    seen = jnp.broadcast_to(jnp.expand_dims(visible_MQC, (0, -3)), (K, *batch, G, Q, KEY_BLOCK))
+    scores = jnp.where(seen, scores.reshape(seen.shape), MASKED).reshape(scores.shape)
+    tops = jax.lax.stop_gradient(scores.max(axis=-1))
+    top = lists.collect(tops, 0, MASKED)
+    for w in range(1, W):
+        top = jnp.maximum(top, lists.collect(tops, w, MASKED))
+    p = exp_from(scores, lists.spread(top)[..., None])
     # At widths that are a multiple of COLUMNS the place of masked keys does not matter. The denominators are a product too,
     # so that they are summed exactly as the numerators are.
+    v = v_KMCh.astype(accumulator(dtype))
     if h % COLUMNS:
-        v = jnp.pad(v, ((0, 0),) * 4 + ((0, -h % COLUMNS),))
-    parts = dot("knwmc,knwch->knwmh", p, v, v.dtype)
-    sums = dot("knwmc,ch->knwmh", p, jnp.ones((KEY_BLOCK, COLUMNS), v.dtype), v.dtype)[..., 0]
-    total, mass = parts[:, :, 0], sums[:, :, 0]
-    for block in range(1, W):
-        total, mass = total + parts[:, :, block], mass + sums[:, :, block]
+        v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, -h % COLUMNS)])
+    parts = dot(f"k{m}rc,k{m}ch->k{m}rh", p, v, v.dtype)
+    sums = dot(f"k{m}rc,ch->k{m}rh", p, jnp.ones((KEY_BLOCK, COLUMNS), v.dtype), v.dtype)[..., 0]
+    total, mass = lists.collect(parts, 0, 0), lists.collect(sums, 0, 0)
+    for w in range(1, W):
+        total, mass = total + lists.collect(parts, w, 0), mass + lists.collect(sums, w, 0)
     out = total[..., :h] / jnp.broadcast_to(mass[..., None], (*total.shape[:-1], h))
     return out.reshape(K, N, G, Q, h).transpose(1, 3, 0, 2, 4).reshape(N, Q, H * h)
+
+
+def attend_blocks(
+    q_NQHh: jax.Array, k_KNCh: jax.Array, v_KNCh: jax.Array, visible_NQC: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """`attend_lists` where every query block lists C keys, a multiple of KEY_BLOCK."""
+    N, Q, _, h = q_NQHh.shape
+    K, _, C, _ = k_KNCh.shape
+    W = C // KEY_BLOCK
+    k, v = (x.reshape(K, N, W, KEY_BLOCK, h) for x in (k_KNCh, v_KNCh))
+    visible = visible_NQC.reshape(N, Q, W, KEY_BLOCK).swapaxes(1, 2)
+    return attend_lists(q_NQHh, k, v, visible, Equal(W), dtype)
 
 
 def blocks_per_chunk(num_blocks: int, scores_per_block: int) -> int:
@@ -187,84 +259,3 @@ class ForestContext:
     def attend(self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # Rounded as the page pool rounds them, but kept wide so that gradients of shared keys add up in float32.
         return _forest_attend(q, published(k, self.dtype), published(v, self.dtype), self.blocks, self.dtype)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class PagedBlocks:
-    """Where a flat mix of tokens of many sequences is written, and which pages each query block reads."""
-
-    page: Array
-    """int32 [T]: page that token t is written to (0: the trash page)"""
-    offset: Array
-    """int32 [T]: place in that page"""
-    query: Array
-    """int32 [N, Q]: tokens of a block, all of one sequence"""
-    position: Array
-    """int32 [N, Q]: their positions; -1 for padding"""
-    table: Array
-    """int32 [N, C / page size]: pages of the block's sequence, in order"""
-    slot: Array
-    """int32 [T]: where token t stands in the flattened [N * Q]"""
-
-
-def pool_dtype(dtype: DTypeLike) -> np.dtype:
-    """What the page pool stores: 16-bit floats as their bit patterns, others as they are.
-
-    XLA on CPU scatters 16-bit floats by converting the whole pool to float32 and back, at every step; bits it just moves.
-    """
-    return np.dtype(np.uint16) if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
-
-
-def to_bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, pool_dtype(x.dtype))
-
-
-def from_bits(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, dtype)
-
-
-class PagedContext:
-    """Writes each layer's keys and values into the page pool, then attends to the pages. Unrolled layers only.
-
-    `pool` is a list over layers of (keys, values), each `[K, P, page size, h]` in `pool_dtype(dtype)`; after the forward it is
-    the new pool.
-    """
-
-    def __init__(self, pool: list[tuple[jax.Array, jax.Array]], blocks: PagedBlocks, dtype: DTypeLike):
-        self.pool = list(pool)
-        self.blocks = blocks
-        self.dtype = dtype
-
-    def attend(self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        assert isinstance(layer, int), "the page pool is a list over layers: unroll the model"
-        blocks = self.blocks
-        _, H, h = q.shape
-        keys, values = (
-            pool.at[:, blocks.page, blocks.offset].set(to_bits(published(new, self.dtype).astype(self.dtype)).swapaxes(0, 1))
-            for pool, new in zip(self.pool[layer], (k, v), strict=True)
-        )
-        self.pool[layer] = keys, values
-        (N, Q), (K, _, page_size, _) = blocks.query.shape, keys.shape
-        C = blocks.table.shape[-1] * page_size
-
-        def some(query: jax.Array, position: jax.Array, table: jax.Array) -> jax.Array:
-            visible = jnp.arange(C)[None, None, :] <= position[:, :, None]
-            listed_k, listed_v = (
-                from_bits(jnp.take(pool, table, axis=1), self.dtype).reshape(K, -1, C, h) for pool in (keys, values)
-            )
-            return attend_blocks(jnp.take(q, query, axis=0), listed_k, listed_v, visible, self.dtype)
-
-        size = blocks_per_chunk(N, Q * H * C)
-        arrays = tuple(jnp.asarray(x) for x in (blocks.query, blocks.position, blocks.table))
-        if size == N:
-            out = some(*arrays)
-        else:
-
-            def body(index: jax.Array, out: jax.Array) -> jax.Array:
-                part = some(*(jax.lax.dynamic_slice_in_dim(x, index * size, size) for x in arrays))
-                return jax.lax.dynamic_update_slice_in_dim(out, part, index * size, axis=0)
-
-            live = _live_chunks((arrays[1] >= 0).any(axis=1), size)
-            out = jax.lax.fori_loop(0, live, body, jnp.zeros((N, Q, H * h), q.dtype))
-        return jnp.take(out.reshape(N * Q, -1), blocks.slot, axis=0)

@@ -109,7 +109,9 @@ class Transformer(nnx.Module):
     def __call__(self, tokens: jax.Array, positions: jax.Array, context: Context) -> jax.Array:
         """tokens and positions int32 `[..., T]` -> normalised hidden states `[..., T, D]`."""
         rope = rope_tables(self.config, positions, self.dtype)
-        x = published(jnp.take(self.embed[...], tokens, axis=0), self.dtype)
+        # XLA on CPU gathers 16-bit floats as float32, and would convert the whole table ahead of a decode loop.
+        table, tokens = jax.lax.optimization_barrier((self.embed[...], tokens))
+        x = published(jnp.take(table, tokens, axis=0), self.dtype)
         if isinstance(self.blocks, nnx.List):
             for layer, block in enumerate(self.blocks):
                 x = block(layer, x, rope, context)

@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from inference.runner import EngineConfig
+from inference.config import EngineConfig
 from rl.advantages import Baseline, Std
 from rl.trainer import OptimizerConfig
 from sharding.rules import Axes

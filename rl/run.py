@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from inference.engine import Engine
-from inference.runner import EngineConfig
+from inference.config import EngineConfig
 from inference.types import SamplingParams
 from models.attention import KEY_BLOCK
 from models.config import ModelConfig, read_config

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from inference.engine import Engine
 from inference.front import AsyncEngine
-from inference.runner import EngineConfig, Runner
+from inference.config import EngineConfig
+from inference.runner import Runner
 from inference.scheduler import Scheduler
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from models.config import ModelConfig

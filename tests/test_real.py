@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from inference.engine import Engine
-from inference.runner import EngineConfig
+from inference.config import EngineConfig
 from inference.types import Completion, Request, SamplingParams
 from models.config import read_config
 from models.hf import load_hf

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from inference.engine import Engine
-from inference.runner import EngineConfig
+from inference.config import EngineConfig
 from inference.types import Request, SamplingParams
 from models.compiles import CompileCounter
 from models.config import ModelConfig
