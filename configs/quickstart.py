@@ -27,8 +27,8 @@ def get_config() -> ConfigDict:
     config.engine = {
         "max_context": 384,
         "max_slots": 64,
-        "num_pages": 1024,
-        "page_size": 16,
+        "num_pages": 256,
+        "page_size": 128,
         "tokens_per_step": 512,
         "decode_steps": 8,
         "context_buckets": (384,),

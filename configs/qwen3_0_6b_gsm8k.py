@@ -31,8 +31,8 @@ def get_config() -> ConfigDict:
     config.engine = {
         "max_context": 2048,
         "max_slots": 128,
-        "num_pages": 8192,
-        "page_size": 16,
+        "num_pages": 1024,
+        "page_size": 128,
         "tokens_per_step": 2048,
         "decode_steps": 8,
         "slot_buckets": (32, 128),

@@ -117,7 +117,7 @@ class Engine:
 
     def warm_up(self) -> int:
         """Compiles all programs; after it the engine compiles nothing. Returns how many were compiled."""
-        return self.runner.warm_up()
+        return self.runner.warm_up(self.params)
 
     # ---- requests
 
@@ -142,6 +142,8 @@ class Engine:
         ):
             if bad := [i for i in ids if not 0 <= i < V]:
                 raise ValueError(f"{name}: {bad[0]} is outside the model's vocabulary of {V}; use the model's own tokenizer")
+        if params.top_logprobs > V:
+            raise ValueError(f"top_logprobs: {params.top_logprobs} is more than the vocabulary's {V} tokens")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: this engine has no tokenizer to find strings with; give it one, or use stop_ids")
         sequence = self.scheduler.add(request, on_tokens)
@@ -191,18 +193,27 @@ class Engine:
             max_steps: most decode steps, where the caller wants to be asked again soon (default: config.decode_steps).
         """
         if not self.paused:
-            most = self.config.decode_steps if max_steps is None else min(max_steps, self.config.decode_steps)
-            before, self._unread = self._unread, None
-            plan = self.scheduler.schedule(most, drained=before is None)
-            if plan is None and before is not None:
-                self._read(before)
-                before, plan = None, self.scheduler.schedule(most, drained=True)
-            if plan is not None:
-                self._unread = self._dispatch(plan)
-            if before is not None:
-                self._read(before)
+            try:
+                self._step(self.config.decode_steps if max_steps is None else min(max_steps, self.config.decode_steps))
+            except Exception:
+                # What the books say of the pool may not have happened.
+                for sequence in self.scheduler.running:
+                    sequence.private = True
+                self.scheduler.tree.clear()
+                raise
         done, self._done = self._done, []
         return done
+
+    def _step(self, max_steps: int) -> None:
+        before, self._unread = self._unread, None
+        plan = self.scheduler.schedule(max_steps, drained=before is None)
+        if plan is None and before is not None:
+            self._read(before)
+            before, plan = None, self.scheduler.schedule(max_steps, drained=True)
+        if plan is not None:
+            self._unread = self._dispatch(plan)
+        if before is not None:
+            self._read(before)
 
     def _dispatch(self, plan: Plan) -> _Step:
         if plan.copies:

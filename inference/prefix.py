@@ -82,7 +82,7 @@ class PrefixTree:
             alike, node = max(
                 ((common(child.tokens, tokens), child) for child in children), key=lambda c: c[0], default=(0, None)
             )
-            if node is None or alike < SHORTEST_TAIL < self.page_size:
+            if node is None or alike < min(SHORTEST_TAIL, self.page_size):
                 break
             node.stamp = stamp
             if alike < self.page_size:

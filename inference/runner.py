@@ -177,9 +177,17 @@ class Runner:
         logits = jnp.zeros((S, self.definition.config.vocab_size), jnp.float32)
         return logits, batch.positions, batch.slot, batch.warp, tables
 
-    def copy(self, state: State, source: jax.Array, target: jax.Array) -> State:
-        """Copies pages `source [S]` to `target [S]`: a prefix that ends inside a page goes on in a page of its own."""
-        pool = jax.tree.map(lambda pages: self.backend.copy(pages, source, target), state.pool)
+    def copy(self, state: State, source: jax.Array, target: jax.Array, num_pages: jax.Array) -> State:
+        """Copies pages `source[i]` to `target[i]`, one after the other: a prefix that ends inside a page goes on in its own."""
+
+        def one(i: jax.Array, pool: list[Any]) -> list[Any]:
+            def copied(pages: jax.Array) -> jax.Array:
+                page = jax.lax.dynamic_slice_in_dim(pages, source[i], 1)
+                return jax.lax.dynamic_update_slice_in_dim(pages, page, target[i], axis=0)
+
+            return jax.tree.map(copied, pool)
+
+        pool = jax.lax.fori_loop(0, num_pages, one, state.pool)
         return State(pool=pool, last=state.last, tables=state.tables)
 
     def set_row(self, state: State, slot: jax.Array, counts: jax.Array, bias: jax.Array) -> State:
@@ -205,7 +213,8 @@ class Runner:
         kind, *sizes = bucket
         if kind == "copy":
             pages = np.zeros(self.config.max_slots, np.int32)
-            return jax.jit(self.copy, donate_argnums=0, out_shardings=shardings).lower(state, *like((pages, pages)))
+            arguments = like((pages, pages, np.zeros((), np.int32)))
+            return jax.jit(self.copy, donate_argnums=0, out_shardings=shardings).lower(state, *arguments)
         if kind == "set_row":
             rows = [np.zeros((), np.int32), *(np.zeros(table.shape[1], table.dtype) for table in jax.tree.leaves(state.tables))]
             return jax.jit(self.set_row, donate_argnums=0, out_shardings=shardings).lower(state, *like(rows))
@@ -215,8 +224,23 @@ class Runner:
         outs = (self._replicated,) * (4 if kind == "extend" else 1)
         return jax.jit(function, donate_argnums=1, out_shardings=(outs, shardings)).lower(params, state, like(batch))
 
-    def warm_up(self) -> int:
-        """Compiles every program that serving can need; returns how many."""
+    def warm_up(self, params: Mapping[str, jax.Array]) -> int:
+        """Compiles every program that serving can need, and calls it once with padding: a first call is slower than those
+        after it. Returns how many were compiled."""
+        compiled = self.compile()
+        for kind, *sizes in self.buckets() if compiled else ():
+            if kind == "copy":
+                self.copy_pages([])
+            elif kind == "set_row":
+                tables = jax.tree.leaves(self.state.tables)
+                self.set_slot(self.config.max_slots, *(np.zeros(table.shape[1], table.dtype) for table in tables))
+            else:
+                self.run(params, self.shapes.extend(*sizes) if kind == "extend" else self.shapes.decode(*sizes))
+        jax.block_until_ready(self.state.last)
+        return compiled
+
+    def compile(self) -> int:
+        """Compiles what is missing of the programs; returns how many."""
         missing = [bucket for bucket in self.buckets() if bucket not in self._programs]
         with ThreadPoolExecutor(2) as threads:
             compiled = threads.map(lambda lowered: lowered.compile(), [self.lower(bucket) for bucket in missing])
@@ -235,10 +259,11 @@ class Runner:
         return out
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies pages, (source, target) each; at most max_slots of them."""
+        """Copies pages, (source, target) each, in this order; at most max_slots of them."""
         pages = np.zeros((2, self.config.max_slots), np.int32)
         pages[:, : len(pairs)] = np.asarray(pairs, np.int32).T
-        self._state = self._program(("copy",))(self.state, *jax.device_put(tuple(pages), self._replicated))
+        arguments = jax.device_put((*pages, np.int32(len(pairs))), self._replicated)
+        self._state = self._program(("copy",))(self.state, *arguments)
 
     def set_slot(self, slot: int, counts: np.ndarray, bias: np.ndarray) -> None:
         """Fills a slot's rows of the sampler's tables."""

@@ -9,6 +9,8 @@ over keys runs inside a key block in list order and then over key blocks in orde
 whoever asks, whatever shares its block and however far the list is padded.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +26,8 @@ KEY_BLOCK = 128
 SCORES_PER_CHUNK = {"cpu": 1 << 19}
 """score elements computed at a time: on a CPU they should stay in cache; other platforms: 2^27"""
 MASKED = -1e30
+UNROLLED = 16
+"""longest list of key blocks whose sum is written out; longer ones are a loop, or programs would grow with the context"""
 
 Array = Any
 """a field that the host fills with numpy and the device reads as jax.Array"""
@@ -40,21 +44,21 @@ class Context(Protocol):
 class Lists(Protocol):
     """Which key blocks belong to which query block, in path order; at most `width` for each of N query blocks.
 
-    Arrays of key blocks have the dims `batch`: "m", or "nw" where every query block has as many (merged, XLA-CPU would make
-    other products of them, with other bits)."""
+    `queries` and `keys` are the leading dims of arrays of either: `k` kv heads, `n` query blocks, `m` key blocks; or `nw` where
+    every query block has as many key blocks (merged, XLA-CPU would make other products of them, with other bits)."""
 
-    @property
-    def batch(self) -> str: ...
+    queries: str
+    keys: str
 
     @property
     def width(self) -> int: ...
 
-    def spread(self, x_KN: jax.Array) -> jax.Array:
-        """`[K, N, ...]` -> `[K, *batch, ...]`: for each key block what belongs to its query block."""
+    def spread(self, x: jax.Array) -> jax.Array:
+        """`[*queries, ...]` -> `[*keys, ...]`: for each key block what belongs to its query block."""
         ...
 
-    def collect(self, x_KM: jax.Array, w: int, none: float) -> jax.Array:
-        """`[K, *batch, ...]` -> `[K, N, ...]`: of each query block's w-th key block; `none` where it has no such."""
+    def collect(self, x: jax.Array, w: int | jax.Array, none: float) -> jax.Array:
+        """`[*keys, ...]` -> `[*queries, ...]`: of each query block's w-th key block; `none` where it has no such."""
         ...
 
 
@@ -63,14 +67,15 @@ class Equal:
     """Every query block has `width` key blocks."""
 
     width: int
-    batch = "nw"
+    queries = "kn"
+    keys = "knw"
 
-    def spread(self, x_KN: jax.Array) -> jax.Array:
-        K, N, *rest = x_KN.shape
-        return jnp.broadcast_to(x_KN[:, :, None], (K, N, self.width, *rest))
+    def spread(self, x: jax.Array) -> jax.Array:
+        K, N, *rest = x.shape
+        return jnp.broadcast_to(x[:, :, None], (K, N, self.width, *rest))
 
-    def collect(self, x_KM: jax.Array, w: int, none: float) -> jax.Array:
-        return x_KM[:, :, w]
+    def collect(self, x: jax.Array, w: int | jax.Array, none: float) -> jax.Array:
+        return x[:, :, w]
 
 
 @jax.tree_util.register_dataclass
@@ -82,59 +87,67 @@ class Ragged:
     """int32 [M]: query block that reads key block m; any for a key block that nobody reads"""
     index: Array
     """int32 [N, width]: key blocks of a query block in path order; M for none"""
-
-    @property
-    def batch(self) -> str:
-        return "m"
+    queries = "nk"
+    keys = "mk"
 
     @property
     def width(self) -> int:
         return self.index.shape[1]
 
-    def spread(self, x_KN: jax.Array) -> jax.Array:
-        return jnp.take(x_KN, self.owner, axis=1)
+    def spread(self, x: jax.Array) -> jax.Array:
+        return jnp.take(x, self.owner, axis=0)
 
-    def collect(self, x_KM: jax.Array, w: int, none: float) -> jax.Array:
-        return jnp.take(x_KM, self.index[:, w], axis=1, mode="fill", fill_value=none)
+    def collect(self, x: jax.Array, w: int | jax.Array, none: float) -> jax.Array:
+        return jnp.take(x, self.index[:, w], axis=0, mode="fill", fill_value=none)
 
 
 def attend_lists(
-    q_NQHh: jax.Array, k_KMCh: jax.Array, v_KMCh: jax.Array, visible_MQC: jax.Array, lists: Lists, dtype: DTypeLike
+    q_NQHh: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, lists: Lists, dtype: DTypeLike
 ) -> jax.Array:
     """Softmax attention of N blocks of Q queries, each over its own list of blocks of C = KEY_BLOCK keys -> `[N, Q, H * h]`.
 
-    Every query sees at least one key; values that nobody sees must be finite.
+    keys and values are `[*lists.keys, C, h]`, visible is `[*lists.keys without k, Q, C]`. Every query sees at least one key;
+    values that nobody sees must be finite.
     """
     N, Q, H, h = q_NQHh.shape
-    K, *batch, _, _ = k_KMCh.shape
-    W, G, m = lists.width, H // K, lists.batch
-    if G == 1 and (Q == 1 or W == 1 or m == "m"):
+    K, W, m = keys.shape[lists.keys.index("k")], lists.width, lists.keys
+    G = H // K
+    if G == 1 and (Q == 1 or W == 1 or m == "mk"):
         # A product of one row takes another path, with other bits; and where neither heads nor key blocks stand
         # between the transposition of q and its product, XLA-CPU makes one product of both, on another path too.
         # Twice the heads avoid either.
-        twice = attend_lists(jnp.repeat(q_NQHh, 2, axis=2), k_KMCh, v_KMCh, visible_MQC, lists, dtype)
+        twice = attend_lists(jnp.repeat(q_NQHh, 2, axis=2), keys, values, visible, lists, dtype)
         return twice.reshape(N, Q, H, 2, h)[:, :, :, 0].reshape(N, Q, H * h)
-    q = (q_NQHh * h**-0.5).reshape(N, Q, K, G, h).transpose(2, 0, 3, 1, 4).reshape(K, N, G * Q, h)
-    scores = dot(f"k{m}rh,k{m}ch->k{m}rc", lists.spread(q), k_KMCh, dtype)
-    seen = jnp.broadcast_to(jnp.expand_dims(visible_MQC, (0, -3)), (K, *batch, G, Q, KEY_BLOCK))
+
+    def in_order(x: jax.Array, none: float, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        first = lists.collect(x, 0, none)
+        if W <= UNROLLED:
+            return functools.reduce(combine, (lists.collect(x, w, none) for w in range(1, W)), first)
+        return jax.lax.fori_loop(1, W, lambda w, total: combine(total, lists.collect(x, w, none)), first)
+
+    to_rows = "nqkgh->" + lists.queries + "gqh"
+    q = jnp.einsum(to_rows, (q_NQHh * h**-0.5).reshape(N, Q, K, G, h)).reshape(*_sizes(lists.queries, K, N), G * Q, h)
+    scores = dot(f"{m}rh,{m}ch->{m}rc", lists.spread(q), keys, dtype)
+    seen = jnp.expand_dims(visible, (m.index("k"), -3))
+    seen = jnp.broadcast_to(seen, (*scores.shape[: len(m)], G, Q, KEY_BLOCK))
     scores = jnp.where(seen, scores.reshape(seen.shape), MASKED).reshape(scores.shape)
-    tops = jax.lax.stop_gradient(scores.max(axis=-1))
-    top = lists.collect(tops, 0, MASKED)
-    for w in range(1, W):
-        top = jnp.maximum(top, lists.collect(tops, w, MASKED))
+    top = in_order(jax.lax.stop_gradient(scores.max(axis=-1)), MASKED, jnp.maximum)
     p = exp_from(scores, lists.spread(top)[..., None])
     # At widths that are a multiple of COLUMNS the place of masked keys does not matter. The denominators are a product too,
     # so that they are summed exactly as the numerators are.
-    v = v_KMCh.astype(accumulator(dtype))
+    v = values.astype(accumulator(dtype))
     if h % COLUMNS:
         v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, -h % COLUMNS)])
-    parts = dot(f"k{m}rc,k{m}ch->k{m}rh", p, v, v.dtype)
-    sums = dot(f"k{m}rc,ch->k{m}rh", p, jnp.ones((KEY_BLOCK, COLUMNS), v.dtype), v.dtype)[..., 0]
-    total, mass = lists.collect(parts, 0, 0), lists.collect(sums, 0, 0)
-    for w in range(1, W):
-        total, mass = total + lists.collect(parts, w, 0), mass + lists.collect(sums, w, 0)
+    parts = dot(f"{m}rc,{m}ch->{m}rh", p, v, v.dtype)
+    sums = dot(f"{m}rc,ch->{m}rh", p, jnp.ones((KEY_BLOCK, COLUMNS), v.dtype), v.dtype)[..., 0]
+    total, mass = in_order(parts, 0, jnp.add), in_order(sums, 0, jnp.add)
     out = total[..., :h] / jnp.broadcast_to(mass[..., None], (*total.shape[:-1], h))
-    return out.reshape(K, N, G, Q, h).transpose(1, 3, 0, 2, 4).reshape(N, Q, H * h)
+    out = out.reshape(*_sizes(lists.queries, K, N), G, Q, h)
+    return jnp.einsum(lists.queries + "gqh->nqkgh", out).reshape(N, Q, H * h)
+
+
+def _sizes(dims: str, K: int, N: int) -> tuple[int, ...]:
+    return tuple({"k": K, "n": N}[dim] for dim in dims)
 
 
 def attend_blocks(

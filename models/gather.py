@@ -19,7 +19,7 @@ from models.attention import KEY_BLOCK, Array, Ragged, attend_lists
 from models.layers import published
 
 Layer = tuple[jax.Array, jax.Array]
-"""one layer's keys and values, each `[K, P, page size, h]` in `pool_dtype`"""
+"""one layer's keys and values, each `[P, K, page size, h]` in `pool_dtype`"""
 
 
 @jax.tree_util.register_dataclass
@@ -81,8 +81,8 @@ def from_bits(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 def write(layer: Layer, k: jax.Array, v: jax.Array, blocks: PagedBlocks, dtype: DTypeLike) -> Layer:
     """Puts the step's keys and values `[T, K, h]` into their pages."""
-    rounded = (to_bits(published(new, dtype).astype(dtype)).swapaxes(0, 1) for new in (k, v))
-    keys, values = (pool.at[:, blocks.page, blocks.offset].set(new) for pool, new in zip(layer, rounded, strict=True))
+    rounded = (to_bits(published(new, dtype).astype(dtype)) for new in (k, v))
+    keys, values = (pool.at[blocks.page, :, blocks.offset].set(new) for pool, new in zip(layer, rounded, strict=True))
     return keys, values
 
 
@@ -102,14 +102,14 @@ def attend(layer: Layer, q: jax.Array, blocks: PagedBlocks, dtype: DTypeLike) ->
 
 
 def _chunk(layer: Layer, q_NQHh: jax.Array, reads: Reads, table: jax.Array, dtype: DTypeLike) -> jax.Array:
-    K, _, page_size, h = layer[0].shape
+    _, K, page_size, h = layer[0].shape
     blocks = table.reshape(table.shape[0], -1, KEY_BLOCK // page_size)
     pages = blocks[reads.row, reads.number]
     place = reads.number[:, None] * KEY_BLOCK + jnp.arange(KEY_BLOCK)[None]
     position = jnp.take(reads.position, reads.lists.owner, axis=0)
     visible = place[:, None, :] <= position[:, :, None]
     # A page's tail may hold anything, also NaN: what no query of the block sees is read as zero.
-    some = (place <= position.max(axis=1, keepdims=True))[None, :, :, None]
-    keys, values = (jnp.take(pool, pages, axis=1).reshape(K, -1, KEY_BLOCK, h) for pool in layer)
+    some = jnp.broadcast_to((place <= position.max(axis=1, keepdims=True))[:, None, :, None], (len(place), K, KEY_BLOCK, h))
+    keys, values = (jnp.take(pool, pages, axis=0).swapaxes(1, 2).reshape(some.shape) for pool in layer)
     values = from_bits(jnp.where(some, values, jnp.zeros((), values.dtype)), dtype)
     return attend_lists(q_NQHh, from_bits(keys, dtype), values, visible, reads.lists, dtype)

@@ -25,7 +25,7 @@ from models.gather import PagedBlocks
 from sharding.rules import Rules
 
 Layer = Any
-"""one layer's part of the page pool: what `Backend.layer` describes"""
+"""one layer's part of the page pool: arrays whose first dim is pages, as `Backend.layer` describes them"""
 
 BLOCK_KEYS, BLOCK_QUERIES = 512, 32
 """what `ragged` computes at a time; not tuned (no TPU was at hand), compiled for v5e, v5p, v6e with 1 to 32 kv heads a chip"""
@@ -105,10 +105,6 @@ class Backend(Protocol):
         """`[T, H, h]` -> `[T, H * h]`; tokens of no row mean nothing, but are finite."""
         ...
 
-    def copy(self, pages: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-        """One array of a layer with its pages `source [n]` copied to `target [n]`."""
-        ...
-
 
 class Gather:
     """Plain XLA (`models/gather.py`)."""
@@ -125,8 +121,8 @@ class Gather:
 
     def layer(self) -> Layer:
         need = self._need
-        sharding = NamedSharding(need.mesh, need.spec("kv_heads", None, None, None))
-        shape = need.model.num_kv_heads, need.num_pages, need.page_size, need.model.head_dim
+        sharding = NamedSharding(need.mesh, need.spec(None, "kv_heads", None, None))
+        shape = need.num_pages, need.model.num_kv_heads, need.page_size, need.model.head_dim
         return (jax.ShapeDtypeStruct(shape, gather.pool_dtype(need.dtype), sharding=sharding),) * 2
 
     def write(self, layer: Layer, k: jax.Array, v: jax.Array, blocks: PagedBlocks) -> Layer:
@@ -134,9 +130,6 @@ class Gather:
 
     def attend(self, layer: Layer, q: jax.Array, blocks: PagedBlocks) -> jax.Array:
         return gather.attend(layer, q, blocks, self._need.dtype)
-
-    def copy(self, pages: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-        return pages.at[:, target].set(jnp.take(pages, source, axis=1))
 
 
 class RaggedKernel:
@@ -208,9 +201,6 @@ class RaggedKernel:
         # The kernel leaves tokens of no row as the memory was.
         used = jnp.arange(T) < blocks.starts[blocks.num_rows[0]]
         return jnp.where(used[:, None, None], out, 0).astype(q.dtype).reshape(T, -1)
-
-    def copy(self, pages: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-        return pages.at[target].set(jnp.take(pages, source, axis=0))
 
     def _on_chips(self, local: Callable, specs: tuple[PartitionSpec, ...], out: PartitionSpec) -> Callable:
         return jax.shard_map(local, mesh=self._need.mesh, in_specs=specs, out_specs=out, check_vma=False)

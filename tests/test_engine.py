@@ -16,13 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.front import AsyncEngine
-from inference.config import EngineConfig
 from inference.runner import Runner
 from inference.scheduler import Scheduler
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from models.config import ModelConfig
+from models.tokenizer import ByteTokenizer
 from models.transformer import Definition
 from rl.forest import Branch, Layout, pack
 from rl.trainer import log_probs
@@ -46,7 +47,7 @@ MODELS = {
     )
 }
 MODELS["qwen3"] = dataclasses.replace(MODELS["llama"], family="qwen3", tied_head=False, num_kv_heads=4)
-CONFIG = EngineConfig(max_context=256, context_buckets=(128, 256), max_slots=8, num_pages=64, tokens_per_step=64)
+CONFIG = EngineConfig(max_context=256, context_buckets=(128, 256), max_slots=8, num_pages=64, page_size=16, tokens_per_step=64)
 RULES = Rules()
 MESH = make_mesh({"data": 1}, jax.devices()[:1])
 
@@ -70,14 +71,21 @@ def published(family: str, version: int, dtype: Any = jnp.bfloat16) -> Params:
 @cache
 def programs(family: str, config: EngineConfig) -> dict[tuple, Any]:
     runner = Runner(MODELS[family], config, jnp.bfloat16, MESH, RULES)
-    runner.warm_up()
+    runner.compile()
     return runner._programs
 
 
 def make_engine(family: str = "llama", version: int = 0, decode_steps: int = 8, **limits: Any) -> Engine:
     """A cold engine with the shared programs. Its pool, slots and chunks may be made smaller: nothing compiles."""
     engine = Engine(
-        MODELS[family], CONFIG, published(family, version), version=version, dtype=jnp.bfloat16, mesh=MESH, rules=RULES
+        MODELS[family],
+        CONFIG,
+        published(family, version),
+        version=version,
+        dtype=jnp.bfloat16,
+        mesh=MESH,
+        rules=RULES,
+        tokenizer=ByteTokenizer(),
     )
     engine.runner._programs = programs(family, CONFIG)
     engine.config = dataclasses.replace(CONFIG, decode_steps=decode_steps)
@@ -130,14 +138,18 @@ def mixture() -> list[Request]:
     ]
 
 
+RECORDED = ("ids", "logprobs", "logprobs_full", "top_ids", "top_logprobs")
+
+
 def differ(a: Completion, b: Completion, first: int = 0) -> str:
     """What the completions do not share bit for bit, from token `first` of `a` on; empty if nothing."""
-    faults = []
-    for name in ("ids", "logprobs", "logprobs_full"):
-        x, y = getattr(a, name)[first:], getattr(b, name)
-        if x.dtype != y.dtype or x.tobytes() != y.tobytes():
-            faults.append(f"{a.request_id}.{name}: {x} / {y}")
-    return "; ".join(faults)
+    pairs = [(name, getattr(a, name)[first:], getattr(b, name)) for name in RECORDED]
+    if first == 0 and a.prompt_logprobs is not None and b.prompt_logprobs is not None:
+        names = ("logprobs", "top_ids", "top_logprobs")
+        pairs += [(f"prompt {name}", getattr(a.prompt_logprobs, name), getattr(b.prompt_logprobs, name)) for name in names]
+    return "; ".join(
+        f"{a.request_id}.{name}: {x} / {y}" for name, x, y in pairs if x.dtype != y.dtype or x.tobytes() != y.tobytes()
+    )
 
 
 @cache
@@ -197,7 +209,7 @@ def test_engine_with_a_small_configuration_of_its_own(assert_no_compiles) -> Non
     config = EngineConfig(max_context=128, max_slots=4, num_pages=17, page_size=8, tokens_per_step=8, decode_steps=3)
     params = published("llama", 0)
     engine = Engine(MODELS["llama"], config, params, version=0, dtype=jnp.bfloat16, mesh=MESH, rules=RULES)
-    assert engine.warm_up() == 2 and engine.warm_up() == 0
+    assert engine.warm_up() == 4 and engine.warm_up() == 0  # extend, decode, copy, set_row
     asked = [r for r in mixture() if len(r.prompt_ids) + r.params.max_tokens <= 128]
     with assert_no_compiles():
         completions = engine.run(asked)
@@ -220,31 +232,63 @@ SCHEDULE = st.fixed_dictionaries(
         "tokens_per_step": st.sampled_from([8, 13, 32, 64]),
         "max_slots": st.integers(1, 8),
         "decode_steps": st.integers(1, 8),
+        "preempt_every": st.none() | st.integers(2, 9),
+        "read_at_once": st.booleans(),
     }
 )
 ARRIVAL = st.fixed_dictionaries(
     {
+        "priority": st.integers(0, 1),
         "shared": st.integers(0, 2),
         "length": st.sampled_from([1, 16, 17, 40, 90, 125, 200]),
         "own": st.integers(0, 20),
         "max_tokens": st.integers(1, 24),
         "seed": st.integers(0, 1),
-        "kind": st.sampled_from([{}, {"temperature": 0}, {"top_p": 0.9}, {"stop_ids": tuple(range(8))}]),
+        "kind": st.sampled_from(
+            [
+                {},
+                {"temperature": 0},
+                {"top_p": 0.9, "top_logprobs": 3},
+                {"stop_ids": tuple(range(8))},
+                {"stop": ("\x00", "\x10\x11")},
+                {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": ((3, 2.0),)},
+                {"allowed_ids": tuple(range(0, V, 3)), "presence_penalty": 0.5},
+                {"prompt_logprobs": True, "top_logprobs": 2},
+            ]
+        ),
         "at": st.integers(0, 12),
         "cancel": st.none() | st.integers(0, 30),
     }
 )
 
 
-@settings(max_examples=25)
+@partial(jax.jit, donate_argnums=0)
+def poisoned(pool: Any, free: jax.Array) -> Any:
+    """NaN in all free pages, the trash page too."""
+    nan = jax.lax.bitcast_convert_type(jnp.bfloat16(jnp.nan), jnp.uint16)
+    return jax.tree.map(lambda pages: jnp.where(free[:, None, None, None], nan, pages), pool)
+
+
+def poison(engine: Engine) -> None:
+    free = np.ones(CONFIG.num_pages, bool)
+    free[: engine.scheduler.pool.num_pages] = np.asarray(engine.scheduler.pool.refs) == 0
+    free[0] = True
+    state = engine.runner.state
+    engine.runner._state = dataclasses.replace(state, pool=poisoned(state.pool, free))
+
+
+@settings(max_examples=40)
 @given(SCHEDULE, st.lists(ARRIVAL, min_size=1, max_size=8))
 def test_random_schedules_equal_alone(limits: dict[str, Any], arrivals: list[dict[str, Any]]) -> None:
-    """Arrivals between steps, cancels, small pools, small chunks; the books are checked after every step."""
+    """Arrivals between steps, cancels, priorities, small pools, small chunks, forced preemptions; after every step the books
+    are checked, and free pages are poisoned."""
+    preempt_every, read_at_once = limits.pop("preempt_every"), limits.pop("read_at_once")
     engine = make_engine(**limits)
     asked = []
     for i, a in enumerate(arrivals):
         ids = prompt(a["shared"], 230)[: a["length"]] + prompt(100 + i, a["own"])
-        asked.append(request(str(i), ids, a["max_tokens"], seed=a["seed"], **a["kind"]))
+        one = request(str(i), ids, a["max_tokens"], seed=a["seed"], **a["kind"])
+        asked.append(dataclasses.replace(one, priority=a["priority"]))
     done: dict[str, Completion] = {}
     cancelled = set()
     for now in range(2000):
@@ -255,19 +299,24 @@ def test_random_schedules_equal_alone(limits: dict[str, Any], arrivals: list[dic
                 done[r.id] = engine.cancel(r.id)
                 cancelled.add(r.id)
         done |= {c.request_id: c for c in engine.step()}
+        if read_at_once:  # J1: no step is dispatched before the last one is read
+            engine._drain()
         engine.scheduler.check()
+        poison(engine)
         if len(done) == len(asked):
             break
+        if preempt_every and now % preempt_every == 0 and now < 100:
+            engine.pause("retract")
+            engine.resume()
     for r in asked:
-        completion, whole = done[r.id], alone("llama", dataclasses.replace(r, id="alone"))
+        completion, whole = done[r.id], alone("llama", dataclasses.replace(r, id="alone", priority=0))
         if r.id in cancelled:
             assert completion.finish_reason == FinishReason.ABORT
             n = len(completion.ids)
-            whole = dataclasses.replace(
-                whole, ids=whole.ids[:n], logprobs=whole.logprobs[:n], logprobs_full=whole.logprobs_full[:n]
-            )
+            cut: dict[str, Any] = {name: getattr(whole, name)[:n] for name in RECORDED}
+            whole = dataclasses.replace(whole, **cut, prompt_logprobs=completion.prompt_logprobs)
         else:
-            assert completion.finish_reason == whole.finish_reason
+            assert completion.finish_reason == whole.finish_reason and completion.stop_reason == whole.stop_reason
         assert not differ(completion, whole)
     reconcile(engine)
 
@@ -370,7 +419,7 @@ def dense_logits(config: ModelConfig, params: Params, ids: Sequence[int]) -> np.
 
 @pytest.mark.parametrize("family", MODELS)
 def test_greedy_tokens_are_the_dense_oracles(family: str) -> None:
-    config = EngineConfig(max_context=128, max_slots=8, num_pages=64, tokens_per_step=16)
+    config = EngineConfig(max_context=128, max_slots=8, num_pages=64, page_size=16, tokens_per_step=16)
     params = published(family, 0, jnp.float32)
     engine = Engine(MODELS[family], config, params, version=0, dtype=jnp.float32, mesh=MESH, rules=RULES)
     engine.warm_up()
@@ -401,24 +450,21 @@ def test_nothing_compiles_after_warm_up(assert_no_compiles) -> None:
     assert len(completions) == len(mixture())
 
 
-def test_the_page_pool_is_donated(engine: Engine) -> None:
-    before = jax.tree.leaves(engine.runner.pool)
+def test_the_device_state_is_donated(engine: Engine) -> None:
+    before = jax.tree.leaves(engine.runner.state)
     engine.run([request("one", prompt(0, 10), 4)])
     assert all(array.is_deleted() for array in before)
-    for bucket in (("extend", 16, 128), ("decode", 8, 128)):
-        text = engine.runner.lower(*bucket).compile().as_text()
+    for bucket in (("extend", 16), ("decode", 8, 8), ("copy",), ("set_row",)):
+        text = engine.runner.lower(bucket).compile().as_text()
         aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
-        assert aliases and aliases[1].count("alias)") == len(before), "every pool array is written in place"
+        assert aliases and aliases[1].count("alias)") == len(before), "all of the device state is written in place"
 
 
 def test_no_weight_is_a_constant(engine: Engine) -> None:
     """J16: weights are arguments, or an update would not reach a tied head."""
     runner = engine.runner
-    for function, batch in (
-        (runner.extend, runner.empty_extend(64, 256)),
-        (runner.decode, runner.empty_decode(8, 256)),
-    ):
-        closed = jax.make_jaxpr(function)(engine.params, runner.pool, batch)
+    for function, batch in ((runner.extend, runner.shapes.extend(64)), (runner.decode, runner.shapes.decode(8, 16))):
+        closed = jax.make_jaxpr(function)(engine.params, runner.state, batch)
         seen = list(constants(closed))
         assert sum(np.asarray(c).nbytes for c in seen) < 4096, [np.shape(c) for c in seen]
 
@@ -487,7 +533,7 @@ def test_versions_per_token_and_budget_over_the_whole_life(mode: str) -> None:
     engine = make_engine(version=7, decode_steps=1)
     asked = request("one", prompt(0, 40), 5, seed=3)
     engine.submit(asked)
-    step_until_sampled(engine, 3)
+    step_until_sampled(engine, 2)  # and one more is in flight
     update(engine, mode, 8)
     completion = drain(engine)["one"]
     assert completion.versions.tolist() == [7, 7, 7, 8, 8]
@@ -527,7 +573,7 @@ def test_retract_gives_up_every_page(engine: Engine) -> None:
     assert not scheduler.running and len(scheduler.waiting) == 4
     assert scheduler.pool.num_free + scheduler.tree.num_pages == scheduler.pool.num_pages - 1
     engine.load(published("llama", 1), 1)
-    assert not scheduler.tree.match(1, "", asked[0].prompt_ids), "the old version's prefix cannot be hit"
+    assert not scheduler.tree.match(1, "", asked[0].prompt_ids).pages, "the old version's prefix cannot be hit"
     engine.resume()
     done = drain(engine)
     for r in asked:
@@ -549,9 +595,9 @@ def test_keep_keeps_pages_private(engine: Engine) -> None:
     assert done["kept"].prefilled_tokens == 40, "nothing was computed again"
     assert done["sharing"].cached_tokens == 0
     assert not differ(done["sharing"], alone("llama", sharing, 1))
-    assert engine.scheduler.tree.num_pages == old_pages + 2, "40 + 3 tokens of the new request fill two pages"
+    assert engine.scheduler.tree.num_pages == old_pages + 3, "40 + 3 tokens of the new request lie in three pages"
     turn = (*asked.prompt_ids, *done["kept"].ids.tolist())
-    assert engine.run([request("turn", turn, 1)])[0].cached_tokens == 32
+    assert engine.run([request("turn", turn, 1)])[0].cached_tokens == 40
 
 
 def test_abort_returns_what_was_sampled(engine: Engine) -> None:
@@ -652,9 +698,10 @@ def test_ids_are_unique_in_flight_only(engine: Engine) -> None:
         ({"page_size": 24}, "engine.page_size: must divide 128"),
         ({"max_context": 200}, "200 is not a multiple of 128"),
         ({"tokens_per_step": 4}, "engine.tokens_per_step: 4 is less than max_slots"),
-        ({"context_buckets": (128,)}, "engine.context_buckets: (128,) must increase and end at 256"),
-        ({"slot_buckets": (16, 8)}, "engine.slot_buckets: (16, 8) must increase and end at 8"),
+        ({"context_buckets": (128,)}, "engine.context_buckets: (128,) must start at 8 or more, increase and end at 256"),
+        ({"slot_buckets": (16, 8)}, "engine.slot_buckets: (16, 8) must start at 8 or more, increase and end at 8"),
         ({"slot_buckets": (4, 8)}, "engine.slot_buckets: (4, 8) must start at 8 or more"),
+        ({"token_buckets": (32,)}, "engine.token_buckets: (32,) must start at 8 or more, increase and end at 64"),
     ],
 )
 def test_sizes_that_cannot_serve_are_refused(values: dict[str, Any], message: str) -> None:
@@ -676,10 +723,10 @@ def test_concurrent_callers_get_what_run_gives(engine: Engine) -> None:
     busy = threading.Event()
     step, submit, pause = engine.step, engine.submit, engine.pause
 
-    def watched_step() -> list[Completion]:
+    def watched_step(max_steps: int | None = None) -> list[Completion]:
         busy.set()
         try:
-            return step()
+            return step(max_steps)
         finally:
             busy.clear()
 
@@ -759,18 +806,18 @@ def test_a_caller_cancelled_before_an_abort_does_not_stop_the_others(engine: Eng
 
 def test_an_exception_reaches_every_caller_and_leaves_nothing_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     front = AsyncEngine(engine)
-    decode = engine._decode
+    dispatch = engine._dispatch
     asked = [request(str(i), prompt(i, 20), 9, seed=i) for i in range(12)]
 
     def broken(plan: Any) -> list[Completion]:
         raise RuntimeError("the device is gone")
 
     async def main() -> list[Completion]:
-        monkeypatch.setattr(engine, "_decode", broken)
+        monkeypatch.setattr(engine, "_dispatch", broken)
         results = await asyncio.gather(*map(front.generate, asked), return_exceptions=True)
         assert [str(result) for result in results] == ["the device is gone"] * 12
         assert engine.num_in_flight == 0
-        monkeypatch.setattr(engine, "_decode", decode)
+        monkeypatch.setattr(engine, "_dispatch", dispatch)
         return list(await asyncio.gather(*map(front.generate, asked)))
 
     assert_as_alone("llama", asyncio.run(main()), asked)
