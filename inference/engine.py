@@ -19,11 +19,12 @@ from jax.typing import DTypeLike
 
 from inference.batch import Shapes
 from inference.config import EngineConfig
+from inference.record import completion_of, prepare, record, record_prompt, tokens_of
 from inference.runner import Runner
 from inference.sampler import table_rows
 from inference.scheduler import Plan, Scheduler, Sequence
-from inference.text import Detokenizer, StopStrings, TokenizerLike
-from inference.types import MAX_TOP_LOGPROBS, Completion, FinishReason, PromptLogprobs, Request, Tokens
+from inference.text import TokenizerLike
+from inference.types import Completion, FinishReason, Request, Tokens
 from models.config import ModelConfig
 from sharding.rules import Rules
 
@@ -147,15 +148,7 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: this engine has no tokenizer to find strings with; give it one, or use stop_ids")
         sequence = self.scheduler.add(request, on_tokens)
-        if params.stop and self.tokenizer is not None:
-            sequence.text = Detokenizer(self.tokenizer), StopStrings(params.stop)
-        if params.prompt_logprobs:
-            n, top = len(request.prompt_ids), params.top_logprobs
-            sequence.prompt_logprobs = PromptLogprobs(
-                logprobs=np.full(n, np.nan, np.float32),
-                top_ids=np.zeros((n, top), np.int32),
-                top_logprobs=np.zeros((n, top), np.float32),
-            )
+        prepare(sequence, self.tokenizer)
         self._in_flight[request.id] = sequence
 
     def cancel(self, request_id: str) -> Completion:
@@ -251,69 +244,31 @@ class Engine:
         for row, ((sequence, n), first) in enumerate(zip(step.plan.chunks, step.firsts, strict=True)):
             self.stats.computed_tokens += n
             if sequence.prompt_logprobs is not None and sequence.finish_reason is None:
-                _record_prompt(sequence.prompt_logprobs, step.out[1:], slice(at, at + n), first)
+                record_prompt(sequence.prompt_logprobs, step.out[1:], slice(at, at + n), first)
             if step.sampling[row]:
                 self._record(sequence, step, out[None, :, row])
             at += n
 
     def _record(self, sequence: Sequence, step: _Step, packed: np.ndarray) -> int:
-        """Appends what a row sampled, `[steps, ...]`, up to its end; returns how many steps the row took."""
+        """Records what a row sampled, `[steps, ...]`, up to its end; returns how many steps the row took."""
         if sequence.finish_reason is not None:  # it had ended before this step, or was cancelled
             return 0
-        sequence.pending -= len(packed)
-        params, start = sequence.request.params, len(sequence.ids)
-        logprobs = packed[:, 1:3].view(np.float32)
-        reason = None
-        for token, (drawn, full), tops in zip(packed[:, 0].tolist(), logprobs.tolist(), packed[:, 3:], strict=True):
-            sequence.ids.append(token)
-            sequence.logprobs.append(drawn)
-            sequence.logprobs_full.append(full)
-            sequence.versions.append(step.version)
-            if k := params.top_logprobs:
-                sequence.top.append((tops[:k].copy(), tops[MAX_TOP_LOGPROBS : MAX_TOP_LOGPROBS + k].view(np.float32).copy()))
-            if reason := self._ends(sequence, token):
-                break
-        new = len(sequence.ids) - start
+        new, reason = record(sequence, packed, step.version, self.scheduler.max_context)
         self.stats.sampled_tokens += new
         self.stats.computed_tokens += new if step.plan.steps else 0
         if sequence.on_tokens is not None:
-            sequence.on_tokens(_tokens(sequence, start - len(sequence.request.prompt_ids)))
+            sequence.on_tokens(tokens_of(sequence, len(sequence.versions) - new))
         if reason:
             self._done.append(self._finish(sequence, reason))
         return new
 
-    def _ends(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """Whether the newest token is a sequence's last, and why."""
-        params = sequence.request.params
-        if token in params.stop_ids and not params.ignore_eos:
-            sequence.stop_reason = token
-            return FinishReason.STOP
-        if sequence.text is not None:
-            text, stops = sequence.text
-            _, sequence.stop_reason = stops.add(text.add([token]))
-            if sequence.stop_reason is not None:
-                return FinishReason.STOP
-        num_sampled = len(sequence.ids) - len(sequence.request.prompt_ids)
-        full = num_sampled == params.max_tokens or len(sequence.ids) == self.scheduler.max_context
-        return FinishReason.LENGTH if full else None
-
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
         self.scheduler.finish(sequence, reason)
-        request = sequence.request
-        del self._in_flight[request.id]
-        self.stats.prompt_tokens += len(request.prompt_ids)
+        del self._in_flight[sequence.request.id]
+        self.stats.prompt_tokens += len(sequence.request.prompt_ids)
         self.stats.cached_tokens += sequence.cached or 0
         self.stats.finished[reason.value] += 1
-        return Completion(
-            **vars(_tokens(sequence, 0)),
-            request_id=request.id,
-            prompt_ids=request.prompt_ids,
-            finish_reason=reason,
-            stop_reason=sequence.stop_reason,
-            cached_tokens=sequence.cached or 0,
-            prefilled_tokens=sequence.prefilled,
-            prompt_logprobs=sequence.prompt_logprobs,
-        )
+        return completion_of(sequence, reason)
 
     # ---- updates
 
@@ -389,29 +344,3 @@ class Engine:
         if errors:
             raise ValueError("params: " + "; ".join(sorted(errors)))
         self.params, self.scheduler.version = dict(params), version
-
-
-def _tokens(sequence: Sequence, first: int) -> Tokens:
-    """What was recorded of the sampled tokens from the `first` on."""
-    n, k = len(sequence.versions) - first, sequence.request.params.top_logprobs
-    top = sequence.top[first:]
-    return Tokens(
-        ids=np.asarray(sequence.ids[len(sequence.request.prompt_ids) + first :], np.int32),
-        logprobs=np.asarray(sequence.logprobs[first:], np.float32),
-        logprobs_full=np.asarray(sequence.logprobs_full[first:], np.float32),
-        versions=np.asarray(sequence.versions[first:], np.int32),
-        top_ids=np.asarray([ids for ids, _ in top], np.int32).reshape(n, k),
-        top_logprobs=np.asarray([logprobs for _, logprobs in top], np.float32).reshape(n, k),
-    )
-
-
-def _record_prompt(prompt: PromptLogprobs, out: tuple[jax.Array, ...], places: slice, first: int) -> None:
-    """Keeps the log-probs of the prompt tokens that follow those at flat `places`, which are tokens `first` and on."""
-    n = min(places.stop - places.start, len(prompt.logprobs) - first - 1)
-    if n <= 0:
-        return
-    here, k = slice(places.start, places.start + n), prompt.top_ids.shape[1]
-    there = slice(first + 1, first + 1 + n)
-    prompt.logprobs[there] = np.asarray(out[0])[here]
-    if k:
-        prompt.top_ids[there], prompt.top_logprobs[there] = np.asarray(out[1])[here, :k], np.asarray(out[2])[here, :k]

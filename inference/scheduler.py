@@ -295,11 +295,12 @@ class Scheduler:
                 most = min(sequence.computed + 1, len(sequence.request.prompt_ids))
                 sequence.prompt_done = max(sequence.prompt_done, most)
             if prefill:
-                sequence.prefilled += n
+                sequence.prefilled += 1 if plan.steps else n  # what the other decode steps compute they have sampled
                 self._remember(sequence)  # chunk by chunk: whoever waits for it finds it cached
 
     def _remember(self, sequence: Sequence) -> None:
-        if not sequence.private:
+        # Of a fresh one nothing was computed, and a page that was to be copied for it is empty.
+        if not sequence.private and sequence not in self._fresh:
             ids = sequence.ids[: sequence.computed]
             self.tree.insert(self.version, sequence.request.adapter, ids, sequence.pages)
 

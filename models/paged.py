@@ -155,7 +155,7 @@ class RaggedKernel:
         (heads,) = sharding.shard_shape((need.model.num_kv_heads,))
         if heads not in (1, 2, 4) and heads % 8:
             reasons.append(f"a chip has 1, 2, 4 or a multiple of 8 kv heads, not {heads}: change engine.mesh")
-        table = 4 * need.num_rows * (-(-need.row_pages // 128) * 128 + 2)  # rows are padded to 128 there
+        table = 4 * -(-need.num_rows // 8) * 8 * -(-need.row_pages // 128) * 128  # in tiles of 8 x 128
         if table > SCALAR_BYTES:
             reasons.append(
                 f"a block table of {need.num_rows} rows and {need.row_pages} pages takes {table} of {SCALAR_BYTES} bytes of "
