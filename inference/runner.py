@@ -71,9 +71,10 @@ class Runner:
             mesh=mesh,
             rules=rules,
         )
-        self.backend = choose(need)
+        self.backend = choose(need, config.attention)
         self.shapes = Shapes(config, model.num_heads, need.platform)
         self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._table_sharding = NamedSharding(mesh, rules.spec((None, "vocab"), "the sampler's tables"))
         self._state: State | None = None
         self._programs: dict[tuple, Any] = {}
 
@@ -83,10 +84,10 @@ class Runner:
         """Shapes, dtypes and shardings of the device state."""
         slots, V = self.config.max_slots, self.definition.config.vocab_size
 
-        def replicated(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated)
+        def split(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._table_sharding)
 
-        tables = jax.tree.map(replicated, jax.eval_shape(partial(empty_tables, slots, V)))
+        tables = jax.tree.map(split, jax.eval_shape(partial(empty_tables, slots, V)))
         last = jax.ShapeDtypeStruct((slots + 1,), jnp.int32, sharding=self._replicated)
         pool = [self.backend.layer() for _ in range(self.definition.config.num_layers)]
         return State(pool=pool, last=last, tables=tables)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from inference.pages import PagePool
-from inference.prefix import Match, PrefixTree, common
+from inference.prefix import SHORTEST_TAIL, Match, PrefixTree, common
 from inference.text import Detokenizer, StopStrings
 from inference.types import FinishReason, PromptLogprobs, Request, Tokens
 
@@ -185,7 +185,7 @@ class Scheduler:
     ) -> bool:
         cached = len(match.pages) * self.page_size + match.tail
         alike = (common(known, other.ids) for other in prefills.get(self._head(sequence), ()))
-        return any(n - cached >= self.page_size for n in alike)
+        return any(n - cached >= min(SHORTEST_TAIL, self.page_size) for n in alike)
 
     def _start(self, sequence: Sequence, match: Match, lacking: int) -> None:
         sequence.pages = [*match.pages, *(self.pool.take() for _ in range(lacking))]

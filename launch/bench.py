@@ -2,6 +2,12 @@
 
 loop   where a step's time goes, and tokens per second of each phase
        [--config configs/tiny.py] [--config.key=value ...] [--steps 3]
+serve  the engine under a load, next to what the machine could do (launch/serving.py)
+       --load uniform|grpo|agent --model DIR [--against transformers] [--requests-scale small]
+kv     bytes of keys and values (launch/platforms.py)
+       [--model NAME_OR_DIR | --config FILE] [--batch 64] [--context 32768]
+aot    the engine's programs compiled for a TPU topology, without a TPU (launch/platforms.py)
+       [--config configs/qwen3_8b_v6e8.py] [--config.key=value ...] [--topology v6e:2x4] [--tensor CHIPS]
 """
 
 import argparse
@@ -12,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from launch import platforms, serving
 from launch.cli import Parser, read_config, run_main, set_up_jax
 from rl.config import RunConfig, build
 from rl.files import Records
@@ -64,9 +71,6 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop}
-
-
 def show(result: dict[str, Any], indent: int = 0) -> None:
     """The result as text."""
     for key, value in result.items():
@@ -83,11 +87,16 @@ def main() -> None:
     command = names.add_parser("loop")
     command.add_argument("--config", default="configs/tiny.py")
     command.add_argument("--steps", type=int, default=3)
+    benchmarks: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop, "serve": serving.serve}
+    serving.add_arguments(names.add_parser("serve"))
+    benchmarks |= platforms.add_commands(names)
     for each in names.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     arguments, arguments.overrides = parser.parse_known_args()
+    if arguments.overrides and not getattr(arguments, "config", ""):
+        raise ValueError(f"{arguments.overrides[0]}: unknown argument; --help shows the usage")
     set_up_jax()
-    result = BENCHMARKS[arguments.name](arguments)
+    result = benchmarks[arguments.name](arguments)
     show(result) if not arguments.json else print(json.dumps(result), flush=True)
 
 

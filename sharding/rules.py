@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Axes = str | tuple[str, ...] | None
 
@@ -55,7 +55,7 @@ class Rules:
             entries.append(axes)
         return PartitionSpec(*entries)
 
-    def sharding(self, mesh: Mesh, weight: Weight, name: str) -> NamedSharding:
+    def sharding(self, mesh: Mesh | AbstractMesh, weight: Weight, name: str) -> NamedSharding:
         """Sharding of one weight on a mesh.
 
         Raises:
@@ -75,7 +75,7 @@ class Rules:
                 )
         return NamedSharding(mesh, spec)
 
-    def shardings(self, mesh: Mesh, weights: Mapping[str, Weight]) -> dict[str, jax.sharding.Sharding]:
+    def shardings(self, mesh: Mesh | AbstractMesh, weights: Mapping[str, Weight]) -> dict[str, jax.sharding.Sharding]:
         """Shardings of a whole tree, by name.
 
         Raises:

@@ -1,0 +1,164 @@
+"""What `launch.bench kv` and `launch.bench aot` say about hardware that is not here."""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.platforms import SHAPES, aot, kv, model_shape
+from models.transformer import describe
+
+ROOT = Path(__file__).parent.parent
+PRESET = str(ROOT / "configs/qwen3_8b_v6e8.py")
+SMALL = (
+    "--config.engine.tokens_per_step=512",
+    "--config.engine.max_slots=64",
+    "--config.engine.slot_buckets=(64,)",
+    "--config.engine.max_context=4096",
+    "--config.engine.context_buckets=(4096,)",
+)
+"""one extend of 512 tokens, one decode of 64 rows of 4096 tokens"""
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    given = {"model": "llama-3-8b", "config": "", "batch": 64, "context": 32768, "overrides": []}
+    return argparse.Namespace(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "gib"), [("llama-3-8b", 256), ("meta-llama/Llama-3-8B", 256), ("llama-3-70b", 640), ("Qwen/Qwen3-8B", 288)]
+)
+def test_kv_of_known_models(model: str, gib: int) -> None:
+    """2 x layers x kv heads x head dim x 2 bytes x 64 x 32768, by hand: 8B has 32 layers, 70B 80, Qwen3-8B 36; all 8 x 128."""
+    result = kv(arguments(model=model))
+    assert (result["bytes"], result["amount"]) == (gib * 2**30, f"{gib} GiB")
+    assert result["bytes_per_token"] * 64 * 32768 == result["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-32b", 32_762_123_264),
+    ],
+)
+def test_known_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    assert sum(weight.size for weight in describe(SHAPES[name]).values()) == parameters
+
+
+def test_kv_of_a_directory() -> None:
+    directory = ROOT / "tests/golden/tiny_qwen3"
+    shape = json.loads((directory / "config.json").read_text())
+    each = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 2
+    assert kv(arguments(model=str(directory)))["bytes_per_token"] == each
+
+
+def test_kv_of_a_config_plans_its_engine() -> None:
+    """By hand: 18 KiB a token and chip x 32 x 8192 pages; 31 x 256 of the 8191 pages that are not trash."""
+    result = kv(arguments(config=PRESET, batch=1, context=1))
+    assert (result["bytes"], result["dtype"]) == (147456, "bfloat16")
+    assert result["engine"]["token_bytes"] == 147456 / 8
+    assert "+ pages 4.5 GiB +" in result["engine"]["summary"]
+    assert result["engine"]["summary"].splitlines()[-1] == "longest sequence: 8,192 tokens; 31 of max_context (8,192) at once"
+    smaller = kv(arguments(config=PRESET, overrides=["--config.engine.num_pages=4096", "--config.model.dtype=float32"]))
+    assert smaller["engine"]["num_pages"] == 4096
+    assert smaller["engine"]["token_bytes"] == 147456 / 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 0}, "--batch: must be at least 1"),
+        ({"context": -1}, "--context: must be at least 1"),
+        ({"model": "llama-9"}, "'llama-9' is neither"),
+        ({"overrides": ["--config.engine.num_pages=1"]}, "overrides need --config"),
+        ({"config": PRESET, "overrides": ["--config.engine.mesh={'tensor': 3}"]}, "which 3 devices on 'tensor' do not divide"),
+    ],
+    ids=str,
+)
+def test_kv_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kv(arguments(**changes))
+
+
+def test_random_models_have_the_shape_that_the_config_gives() -> None:
+    assert model_shape("random", asdict(SHAPES["qwen3-8b"])) == SHAPES["qwen3-8b"]
+
+
+def test_aot_needs_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs libtpu.*install -c constraints\.txt -e '\.\[tpu\]'"):
+        aot(arguments(config=PRESET, topology="v5e:2x4", tensor=8))
+
+
+# With the TPU's compiler. A process of its own: jax must not have looked for devices before.
+
+
+def compile_for(topology: str, tensor: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the tpu extra is not installed")
+    command = [sys.executable, "-m", "launch.bench", "aot", "--config", PRESET, "--topology", topology, "--tensor", str(tensor)]
+    return subprocess.run([*command, "--json", *SMALL, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.tpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "tensor", "layers", "hbm"),
+    [("v5e:2x4", 8, 36, 16 * 10**9), ("v5p:2x2x1", 4, 2, 95 * 10**9)],
+    ids=["v5e-8", "v5p-4"],
+)
+def test_qwen3_8b_compiles_for_tpus(topology: str, tensor: int, layers: int, hbm: int, report: Callable[[str], None]) -> None:
+    """The real engine's programs: with jax's kernel, in place, with two sums a layer over the chips."""
+    shape = asdict(replace(SHAPES["qwen3-8b"], num_layers=layers))
+    overrides = ["--config.model.source=random", f"--config.model.shape={shape}"] if layers != 36 else []
+    done = compile_for(topology, tensor, *overrides)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["attention"] == "ragged"
+    for kind, program in result["programs"].items():
+        size, found = program["bytes"], program["collectives"]
+        report(f"{topology} {kind} {program['sizes']}: {program['total']}, {program['flops']:.3g} FLOPs, {found}")
+        assert size["arguments"] == pytest.approx(result["plan"]["total_bytes"], rel=0.01)
+        assert size["total"] < hbm
+        # The state is donated: nothing of its size is made besides.
+        assert -size["reused"] >= result["plan"]["total_bytes"] - result["plan"]["weight_bytes"]
+        assert size["temporary"] < 2**29
+        assert 2 * layers <= found["all-reduce"] <= 2 * layers + 32
+    matrices = 2 * 4096 * (12288 * 3 + 4096 * 2 + 1024 * 2) * layers / tensor
+    assert result["programs"]["extend"]["flops"] > 512 * matrices
+    assert result["programs"]["decode"]["flops"] > 64 * matrices
+
+
+@pytest.mark.tpu
+def test_a_topology_that_does_not_exist() -> None:
+    done = compile_for("v9:1x1", 1)
+    assert done.returncode == 2
+    assert "error: --topology: 'v9:1x1' is unknown to libtpu" in done.stderr
+
+
+@pytest.mark.tpu
+def test_a_mesh_larger_than_the_topology() -> None:
+    done = compile_for("v5e:2x2", 8)
+    assert done.returncode == 2
+    assert "tensor=8 needs 8 devices, but there are 4" in done.stderr
+
+
+@pytest.mark.tpu
+def test_a_pool_that_does_not_fit() -> None:
+    shape = asdict(replace(SHAPES["qwen3-8b"], num_layers=1))
+    overrides = "--config.model.source=random", f"--config.model.shape={shape}", "--config.engine.num_pages=9000000"
+    done = compile_for("v5e:2x4", 8, *overrides)
+    assert done.returncode == 2
+    assert "error: engine.num_pages: extend does not fit a chip; lower it" in done.stderr
+    assert "exceeds available HBM (15.75G)" in done.stderr
