@@ -10,6 +10,10 @@ from inference.engine import Engine
 from inference.types import Completion, Request, Tokens
 
 
+class StepFailed(RuntimeError):
+    """A step of the engine failed; the cause is chained. No request's fault, as far as one can tell."""
+
+
 class AsyncEngine:
     """asyncio front: many callers await their own completion while one task steps the engine in a thread.
 
@@ -32,6 +36,7 @@ class AsyncEngine:
 
         Raises:
             ValueError: as `Engine.submit`.
+            StepFailed: a step failed while the request was in flight.
         """
         async with aclosing(self._follow(request, streaming=False)) as parts:
             *_, completion = [part async for part in parts]
@@ -120,5 +125,7 @@ class AsyncEngine:
         for request_id, parts in self._parts.items():
             with suppress(ValueError):  # it had finished before the step failed
                 self.engine.cancel(request_id)
-            parts.put_nowait(error)
+            failure = StepFailed(str(error))
+            failure.__cause__ = error
+            parts.put_nowait(failure)
         self._parts.clear()

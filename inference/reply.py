@@ -1,0 +1,141 @@
+"""Bodies in, answers out: one JSON object, or server-sent events, for as long as the client is there."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from inference.answers import Answer, Json
+from inference.errors import ApiError
+from inference.protocol import Limits
+
+
+def to_bytes(value: Json) -> bytes:
+    # a lone surrogate, which an escape in a tool call may be, has no UTF-8
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def json_response(value: Json, status: int = 200) -> Response:
+    return Response(to_bytes(value), status, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    response = json_response(error.body(), error.status)
+    if error.status == 401:
+        response.headers["www-authenticate"] = "Bearer"
+    if error.status in (429, 503):
+        response.headers["retry-after"] = "1"
+    if error.status in (408, 413):  # the rest of the body is not read
+        response.headers["connection"] = "close"
+    return response
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The whole body, if it is JSON by name, no larger than allowed, and comes in time.
+
+    Raises:
+        ApiError: it is not.
+    """
+    # a web page of another origin can send other types without being asked first
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError("body: must be JSON; send it with content-type: application/json", status=415)
+    too_large = ApiError(f"body: is larger than {limits.max_body_bytes} bytes; send less", status=413)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limits.max_body_bytes:
+        raise too_large
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                raw += chunk
+                if len(raw) > limits.max_body_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(f"body: did not come within {limits.body_seconds:g} seconds", status=408) from None
+    return bytes(raw)
+
+
+class Reply(Response):
+    """Runs an answer and sends it, until it is whole, the client has gone, or the server stops.
+
+    Args:
+        run: starts the answer's sequences and gives, as they come, the objects of a stream; closing it cancels them.
+        stop: set when the server stops.
+        ended: told the HTTP status, or `cancelled`.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        run: Callable[[Answer], AsyncGenerator[list[Json], None]],
+        stop: asyncio.Event,
+        ended: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self._answer, self._run, self._stop, self._ended = answer, run, stop, ended
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(send))
+        gone, stop = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._stop.wait())
+        tasks = (work, gone, stop)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work  # raises what it raised
+            elif gone.done():
+                self._ended("cancelled")
+            else:
+                work.cancel()
+                await asyncio.wait([work])
+                await self._fail(ApiError("the server is shutting down", status=503), send)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, send: Send) -> None:
+        try:
+            async with aclosing(self._run(self._answer)) as pieces:
+                async for piece in pieces:
+                    for event in piece:
+                        await self._event(to_bytes(event), send)
+        except ApiError as error:
+            await self._fail(error, send)
+            return
+        self._ended("200")
+        if self._answer.stream:
+            for event in self._answer.closing():
+                await self._event(to_bytes(event), send)
+            await self._event(b"[DONE]", send)
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await _send(json_response(self._answer.whole()), send)
+
+    async def _event(self, data: bytes, send: Send) -> None:
+        if not self._begun:
+            self._begun = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+    async def _fail(self, error: ApiError, send: Send) -> None:
+        self._ended(str(error.status))
+        if self._begun:  # the status is out: the error is the stream's last event
+            await self._event(to_bytes(error.body()), send)
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await _send(error_response(error), send)
+
+
+async def _send(response: Response, send: Send) -> None:
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,225 @@
+"""Serves a model over HTTP: the OpenAI API, /generate for token ids, /health, /metrics.
+
+    python -m launch.serve --model DIR_OR_HUB_ID   [--config.engine.key=value ...]
+    python -m launch.serve --config configs/NAME.py [--config.key=value ...]
+
+The second serves the config's model.source on its engine. `--config.server.key=value` sets a limit (inference/protocol.py,
+Limits). Prints its address on standard output once it answers. SIGTERM: no new requests, those that run are finished.
+"""
+
+import argparse
+import asyncio
+import ipaddress
+import os
+import socket
+import sys
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from types import FrameType
+
+import jax
+import jax.numpy as jnp
+import uvicorn
+from ml_collections import ConfigDict
+
+from inference.answers import Served
+from inference.api import Door
+from inference.chat import ChatTemplate
+from inference.config import MIN_ROWS, EngineConfig
+from inference.engine import Engine
+from inference.front import AsyncEngine
+from inference.protocol import Limits
+from launch.cli import Parser, read_config, run_main, set_up_jax
+from models.attention import KEY_BLOCK
+from models.config import ModelConfig
+from models.config import read_config as read_model_config
+from models.hf import load_hf, resolve
+from models.tokenizer import ByteTokenizer, Tokenizer
+from models.transformer import describe
+from rl.config import EngineSection, ModelSection, RunConfig, build
+from sharding.mesh import make_mesh
+from sharding.reshard import init, reshard
+from sharding.rules import Rules
+
+API_KEY = "TWINAX_API_KEY"
+DEFAULT_CONTEXT = 4096
+
+
+def get_config() -> ConfigDict:
+    """What `--model` serves with, for `read_config`; the engine's defaults otherwise, but for `settings`' buckets."""
+    return ConfigDict({"model": {"source": "", "dtype": "bfloat16"}, "engine": {}})
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", metavar="DIR", help="a Hugging Face directory or hub id")
+    what.add_argument("--config", metavar="FILE", help="of configs/; --config.key=value overrides a key of it")
+    parser.add_argument("--name", help="what clients call the model (default: the directory's, hub id's or config's name)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--api-key-file", metavar="FILE", help=f"holds the key that clients must send; or set {API_KEY}")
+    arguments, rest = parser.parse_known_args()
+    name, model, sizes, limits, seed = settings(arguments, rest)
+    key = read_key(arguments.api_key_file)
+    listener = bind(arguments.host, arguments.port, key)
+    set_up_jax()
+    engine, tokenizer = make_engine(model, sizes, seed)
+    print("compiling; later starts take the programs from the cache", file=sys.stderr)
+    engine.warm_up()
+    Server(make_door(engine, tokenizer, arguments.name or name, limits, key)).run([listener])
+
+
+def settings(arguments: argparse.Namespace, overrides: list[str]) -> tuple[str, ModelSection, EngineSection, Limits, int]:
+    """Name, model, engine and limits, and the seed of random weights."""
+    values = read_config(arguments.config or __file__, overrides)
+    for section in ("model", "engine", "server"):
+        if not isinstance(values.get(section, {}), dict):
+            raise ValueError(f"config.{section}: has keys of its own; override them one by one")
+    limits: Limits = build(Limits, values.pop("server", {}), "config.server")
+    if arguments.config:
+        config: RunConfig = build(RunConfig, values)
+        return config.name, config.model, config.engine, limits, config.seed
+    if unknown := sorted(values.keys() - {"model", "engine"}):
+        raise ValueError(f"config.{unknown[0]}: unknown key; with --model there are config.model, .engine and .server")
+    values["model"]["source"] = arguments.model
+    longest = read_model_config(resolve(arguments.model)).max_positions // KEY_BLOCK * KEY_BLOCK
+    sizes: EngineSection = build(
+        EngineSection, {"max_context": min(DEFAULT_CONTEXT, longest), **values["engine"]}, "config.engine"
+    )
+    sizes = replace(
+        sizes,
+        token_buckets=sizes.token_buckets or few(sizes.tokens_per_step),
+        slot_buckets=sizes.slot_buckets or few(sizes.max_slots),
+        context_buckets=sizes.context_buckets or few(sizes.max_context),
+    )
+    name = Path(arguments.model).resolve().name if Path(arguments.model).is_dir() else arguments.model
+    return name, build(ModelSection, values["model"], "config.model"), sizes, limits, 0
+
+
+def few(most: int) -> tuple[int, ...]:
+    """Two sizes to compile for, where the engine's own default has more: a server starts sooner, and pads more."""
+    return tuple(sorted({max(MIN_ROWS, most // 4), max(MIN_ROWS, most)}))
+
+
+def read_key(file: str | None) -> str | None:
+    key = os.environ.get(API_KEY) if file is None else Path(file).read_text().strip()
+    if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
+        raise ValueError(f"{'--api-key-file' if file else API_KEY}: a key is printable ASCII without spaces, and not empty")
+    return key
+
+
+def bind(host: str, port: int, key: str | None) -> socket.socket:
+    """A socket on the address, which does not listen yet.
+
+    Raises:
+        ValueError: the address cannot be had, or others could reach it and there is no key.
+    """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"--port: must be in [0, 65535], got {port}")
+    with ExitStack() as stack:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = stack.enter_context(socket.socket(family))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise ValueError(f"--host, --port: cannot listen on {host} port {port} ({error}); choose another") from error
+        if not ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+            if key is None:
+                raise ValueError(
+                    f"--host: {host} can be reached from other machines; set {API_KEY} or --api-key-file, or serve on 127.0.0.1"
+                )
+            print("warning: texts and the key travel unencrypted; put a proxy with TLS before this port", file=sys.stderr)
+        stack.pop_all()
+    return listener
+
+
+def make_engine(section: ModelSection, sizes: EngineSection, seed: int) -> tuple[Engine, Tokenizer]:
+    """An engine with the model's own weights, or random ones, and its tokenizer."""
+    if section.source == "random":
+        model, source, tokenizer = build(ModelConfig, section.shape, "config.model.shape"), None, ByteTokenizer()
+    else:
+        source = resolve(section.source)
+        model, tokenizer = read_model_config(source), Tokenizer.load(source)
+    tokenizer.check_vocab(model)
+    mesh, rules = make_mesh(sizes.mesh, jax.devices()[sizes.first_device :]), Rules(dict(sizes.rules))
+    dtype = jnp.dtype(section.dtype)
+    stacked, unrolled = describe(model), describe(model, stacked=False)
+    shardings = rules.shardings(mesh, stacked)
+    if source is None:
+        params = init(stacked, jax.random.key(seed), jnp.float32, shardings)
+    else:
+        loaded = load_hf(source, model, dtype)
+        params = {name: jax.device_put(loaded.pop(name), shardings[name]) for name in stacked}
+    engine = Engine(
+        model,
+        EngineConfig(**{item.name: getattr(sizes, item.name) for item in fields(EngineConfig)}),
+        reshard(params, stacked, unrolled, rules.shardings(mesh, unrolled), dtype),
+        version=0,
+        dtype=dtype,
+        mesh=mesh,
+        rules=rules,
+        tokenizer=tokenizer,
+    )
+    return engine, tokenizer
+
+
+def make_door(engine: Engine, tokenizer: Tokenizer, name: str, limits: Limits, key: str | None) -> Door:
+    served = Served(
+        name=name,
+        tokenizer=tokenizer,
+        max_context=engine.config.max_context,
+        eos_ids=tuple(dict.fromkeys((*tokenizer.eos_ids, *engine.model.eos_ids))),
+        limits=limits,
+        chat=None if tokenizer.chat_template is None else ChatTemplate(tokenizer),
+    )
+    return Door(AsyncEngine(engine), served, api_key=key)
+
+
+class Server(uvicorn.Server):
+    """Prints the address when it answers. Its first signal lets the door finish what runs; its second ends it."""
+
+    def __init__(self, door: Door) -> None:
+        super().__init__(
+            uvicorn.Config(
+                door.app,
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                timeout_keep_alive=65,  # longer than clients keep idle connections: the client closes first
+                timeout_graceful_shutdown=5,  # the door has ended its requests before
+            )
+        )
+        self._door = door
+        self._finishing: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets
+        host, port = sockets[0].getsockname()[:2]
+        print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._finishing is None:
+            self.loop.call_soon_threadsafe(self.finish)
+        else:
+            super().handle_exit(sig, frame)
+
+    def finish(self) -> None:
+        """Shuts down gracefully. In the server's event loop."""
+        self._finishing = self._finishing or asyncio.create_task(self._finish())
+
+    async def _finish(self) -> None:
+        print("finishing what runs; a second signal ends it", file=sys.stderr)
+        await self._door.drain()
+        self.should_exit = True
+
+
+if __name__ == "__main__":
+    run_main(main)
