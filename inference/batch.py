@@ -20,7 +20,7 @@ from models.gather import PagedBlocks, Reads
 
 QUERY_BLOCK = 16
 BLOCKS_PER_CHUNK = 32
-"""most query blocks of a chunk"""
+"""most query blocks of a chunk, and key blocks of one of single queries, if no sequence has more"""
 
 
 @jax.tree_util.register_dataclass
@@ -102,25 +102,12 @@ class Shapes:
         self.config = config
         self.width = config.max_context // KEY_BLOCK
         scores = SCORES_PER_CHUNK.get(platform, 1 << 27)
-        self._chunk = max(self.width, scores // (QUERY_BLOCK * num_heads * KEY_BLOCK))
+        self._chunk = scores // (QUERY_BLOCK * num_heads * KEY_BLOCK)
 
     def extend(self, T: int) -> Extend:
         config = self.config
         S = min(T, max(MIN_ROWS, config.max_slots))
-        query_blocks = -(-T // QUERY_BLOCK) + S
-        M = min(self._chunk, query_blocks * self.width)
-        N = min(M, BLOCKS_PER_CHUNK)
-        # Two chunks in a row hold more than M key blocks or N query blocks, or the second would not have been begun.
-        X = 2 * -(-query_blocks * self.width // M) + 2 * -(-query_blocks // N) + 1
         zeros = np.zeros(T, np.int32)
-        reads = Reads(
-            query=np.full((X, N, QUERY_BLOCK), T, np.int32),
-            position=np.full((X, N, QUERY_BLOCK), -1, np.int32),
-            row=np.zeros((X, M), np.int32),
-            number=np.zeros((X, M), np.int32),
-            lists=Ragged(np.full((X, M), N - 1, np.int32), np.full((X, N, self.width), M, np.int32)),
-            num_chunks=np.zeros((), np.int32),
-        )
         blocks = PagedBlocks(
             page=zeros.copy(),
             offset=zeros.copy(),
@@ -128,7 +115,8 @@ class Shapes:
             starts=np.zeros(S + 1, np.int32),
             lengths=np.zeros(S, np.int32),
             num_rows=np.zeros(1, np.int32),
-            reads=reads,
+            # Decoding sequences apart: a block of queries for one token each would cost 16 times what it needs.
+            reads=(self._reads(T, -(-T // QUERY_BLOCK) + S, QUERY_BLOCK, self._chunk), self._reads(T, S, 1, BLOCKS_PER_CHUNK)),
         )
         return Extend(
             tokens=zeros.copy(),
@@ -143,6 +131,21 @@ class Shapes:
             next_ids=zeros.copy(),
             prompt_wanted=np.zeros(T, bool),
             prompt_top=np.zeros((), bool),
+        )
+
+    def _reads(self, T: int, query_blocks: int, Q: int, chunk: int) -> Reads:
+        """Room for so many blocks of Q queries, in chunks of so many key blocks, or of what one sequence may have."""
+        M = min(max(chunk, self.width), query_blocks * self.width)
+        N = min(M, BLOCKS_PER_CHUNK)
+        # Two chunks in a row hold more than M key blocks or N query blocks, or the second would not have been begun.
+        X = 2 * -(-query_blocks * self.width // M) + 2 * -(-query_blocks // N) + 1
+        return Reads(
+            query=np.full((X, N, Q), T, np.int32),
+            position=np.full((X, N, Q), -1, np.int32),
+            row=np.zeros((X, M), np.int32),
+            number=np.zeros((X, M), np.int32),
+            lists=Ragged(np.full((X, M), N - 1, np.int32), np.full((X, N, self.width), M, np.int32)),
+            num_chunks=np.zeros((), np.int32),
         )
 
     def decode(self, S: int, M: int) -> Decode:
@@ -187,7 +190,10 @@ class Shapes:
             at += n
         blocks.starts[len(chunks) + 1 :] = at
         blocks.num_rows[0] = len(chunks)
-        _fill_reads(blocks.reads, [(s.computed, n) for s, n in chunks])
+        blocks_of_queries = list(_query_blocks([(s.computed, n) for s, n in chunks]))
+        many, single = blocks.reads
+        _fill_reads(many, [block for block in blocks_of_queries if block[3] > 1])
+        _fill_reads(single, [block for block in blocks_of_queries if block[3] == 1])
         return batch
 
     def fill_decode(self, sequences: Many[Sequence], left: Many[int], steps: int) -> Decode:
@@ -228,12 +234,12 @@ def _query_blocks(spans: Many[tuple[int, int]]) -> Iterator[tuple[int, int, int,
         at += n
 
 
-def _fill_reads(reads: Reads, spans: Many[tuple[int, int]]) -> None:
+def _fill_reads(reads: Reads, query_blocks: Many[tuple[int, int, int, int]]) -> None:
     """Puts query blocks with all their key blocks into chunks, first come first served."""
     _, N, _ = reads.position.shape
     M = reads.row.shape[1]
     chunk, block, key = 0, 0, 0
-    for row, place, position, n in _query_blocks(spans):
+    for row, place, position, n in query_blocks:
         needs = blocks_of(position + n)
         if block == N or key + needs > M:
             chunk, block, key = chunk + 1, 0, 0
@@ -245,4 +251,4 @@ def _fill_reads(reads: Reads, spans: Many[tuple[int, int]]) -> None:
         reads.lists.owner[chunk, keys] = block
         reads.lists.index[chunk, block, :needs] = np.arange(key, key + needs)
         block, key = block + 1, key + needs
-    reads.num_chunks[()] = chunk + 1
+    reads.num_chunks[()] = chunk + (block > 0)

@@ -155,7 +155,7 @@ class Runner:
                 starts=starts,
                 lengths=jnp.where(live, at + 1, 0),
                 num_rows=jnp.full((1,), S, jnp.int32),
-                reads=batch.reads(jnp.where(live, positions, -1)),
+                reads=(batch.reads(jnp.where(live, positions, -1)),),
             )
             context = PagedContext(pool, blocks, self.backend)
             hidden = model(jnp.maximum(tokens, 0), at, context)

@@ -9,6 +9,7 @@ lengths cost what they are.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +60,8 @@ class PagedBlocks:
     """int32 [S]: keys of row s after this step; 0 for an empty row"""
     num_rows: Array
     """int32 [1]: rows before the first that is empty for good"""
-    reads: Reads
-    """of the gather backend"""
+    reads: tuple[Reads, ...]
+    """of the gather backend; each token is in one of them"""
 
 
 def pool_dtype(dtype: DTypeLike) -> np.dtype:
@@ -88,17 +89,21 @@ def write(layer: Layer, k: jax.Array, v: jax.Array, blocks: PagedBlocks, dtype: 
 
 def attend(layer: Layer, q: jax.Array, blocks: PagedBlocks, dtype: DTypeLike) -> jax.Array:
     """`[T, H, h]` -> `[T, H * h]`; tokens that no query block names give zeros."""
-    reads, (T, H, h) = blocks.reads, q.shape
-    if reads.query is None:
+    T, H, h = q.shape
+    if blocks.reads[0].query is None:
+        (reads,) = blocks.reads
         first = jax.tree.map(lambda x: x[0] if x.ndim else x, reads)
         return _chunk(layer, q[:, None], first, blocks.table, dtype)[:, 0]
 
-    def body(index: jax.Array, out: jax.Array) -> jax.Array:
+    def body(index: jax.Array, out: jax.Array, reads: Reads) -> jax.Array:
         one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) if x.ndim else x, reads)
         part = _chunk(layer, jnp.take(q, one.query, axis=0, mode="clip"), one, blocks.table, dtype)
         return out.at[one.query].set(part, mode="drop")
 
-    return jax.lax.fori_loop(0, reads.num_chunks, body, jnp.zeros((T, H * h), q.dtype))
+    out = jnp.zeros((T, H * h), q.dtype)
+    for reads in blocks.reads:
+        out = jax.lax.fori_loop(0, reads.num_chunks, partial(body, reads=reads), out)
+    return out
 
 
 def _chunk(layer: Layer, q_NQHh: jax.Array, reads: Reads, table: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -204,7 +204,7 @@ class Play:
             offset[starts[row] : starts[row + 1]] = at % PAGE
             table[row], lengths[row] = self.pages[seq], last
         fields = {"page": page, "offset": offset, "table": table, "starts": starts, "lengths": lengths}
-        return PagedBlocks(**fields, num_rows=np.array([len(spans)], np.int32), reads=one_by_one(spans, T))
+        return PagedBlocks(**fields, num_rows=np.array([len(spans)], np.int32), reads=(one_by_one(spans, T),))
 
     def flat(self, x: list[np.ndarray], spans: Spans, T: int) -> jax.Array:
         rows = [x[seq][first:last] for seq, first, last in spans]
@@ -297,7 +297,7 @@ def test_what_is_not_refused_compiles(
 
     ints = {"page": tokens, "offset": tokens, "starts": rows + 1, "lengths": rows, "num_rows": 1}
     fields = {name: like((n,)) for name, n in ints.items()} | {"table": like((rows, row_pages))}
-    blocks = PagedBlocks(**fields, reads=jax.tree.map(lambda x: like(x.shape), one_by_one([(0, 0, 1)], 1)))
+    blocks = PagedBlocks(**fields, reads=(jax.tree.map(lambda x: like(x.shape), one_by_one([(0, 0, 1)], 1)),))
     q, k = (like((tokens, n, 128), jnp.float32) for n in heads)
 
     def step(layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, blocks: PagedBlocks) -> tuple[jax.Array, Any]:

@@ -541,7 +541,7 @@ def test_pages_of_two_versions_are_private() -> None:
     assert books.running == [first, second]
     device.cancel(second)
     while first.num_sampled == 0:
-        device.step()
+        assert device.step() is not None
     assert books.tree.match(1, "", range(40)).pages == []
     device.pause("retract", 1)
     device.drain()
@@ -629,7 +629,7 @@ def test_the_last_in_order_is_preempted_and_it_goes_on(priorities: tuple[int, ..
     device = Device(books)
     sequences = [device.add(asked(name, [i] * 9, 20, priority=priorities[i])) for i, name in enumerate("abc")]
     while not books.num_preemptions:
-        device.step()
+        assert device.step() is not None
     *others, last = sorted(sequences, key=lambda s: s.order)
     assert books.running == others and books.waiting == [last]
     assert last.pages == [] and last.computed == 0 and last.num_sampled > 0
