@@ -101,7 +101,7 @@ class Shapes:
     def __init__(self, config: EngineConfig, num_heads: int, platform: str):
         self.config = config
         self.width = config.max_context // KEY_BLOCK
-        scores = SCORES_PER_CHUNK.get(platform, 1 << 27)
+        scores = SCORES_PER_CHUNK.get(platform, 1 << 27) // 2
         self._chunk = scores // (QUERY_BLOCK * num_heads * KEY_BLOCK)
 
     def extend(self, T: int) -> Extend:

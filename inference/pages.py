@@ -9,6 +9,8 @@ class PagePool:
         self.num_pages = num_pages
         self.refs = [0] * num_pages
         self.refs[0] = 1  # padding writes go there; it is never handed out
+        self.num_shared = 0
+        """pages that more than one holds"""
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
@@ -25,9 +27,11 @@ class PagePool:
     def hold(self, page: int) -> None:
         assert self.refs[page] > 0, f"page {page} is free"
         self.refs[page] += 1
+        self.num_shared += self.refs[page] == 2
 
     def drop(self, page: int) -> None:
         assert page != 0 and self.refs[page] > 0, f"page {page} is not held"
         self.refs[page] -= 1
+        self.num_shared -= self.refs[page] == 1
         if self.refs[page] == 0:
             self._free.append(page)

@@ -7,6 +7,7 @@ Full pages are shared. The last page of a path may be filled in part, or a path 
 page is found too, as a tail to be copied.
 """
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
@@ -25,16 +26,34 @@ class _Node:
     tokens: tuple[int, ...]
     page: int
     parent: "_Node | None"
-    children: dict[int, list["_Node"]] = field(default_factory=dict)
-    """by first token"""
+    children: dict[tuple[int, ...], "_Node"] = field(default_factory=dict)
+    """by their tokens"""
+    order: list[tuple[int, ...]] = field(default_factory=list)
+    """the children's tokens, sorted: those that begin most alike are neighbours"""
     stamp: int = 0
 
-    def remove(self) -> None:
-        assert self.parent is not None
-        siblings = self.parent.children[self.tokens[0]]
-        siblings.remove(self)
-        if not siblings:
-            del self.parent.children[self.tokens[0]]
+    def add(self, child: "_Node") -> None:
+        self.children[child.tokens] = child
+        bisect.insort(self.order, child.tokens)
+
+    def remove(self, child: "_Node") -> None:
+        del self.children[child.tokens]
+        del self.order[bisect.bisect_left(self.order, child.tokens)]
+
+    def nearest(self, tokens: tuple[int, ...]) -> tuple["_Node | None", int]:
+        """The child that begins most like `tokens`, and how many tokens are alike."""
+        if child := self.children.get(tokens):
+            return child, len(tokens)
+        at = bisect.bisect_left(self.order, tokens)
+        near = ((common(other, tokens), other) for other in self.order[max(at - 1, 0) : at + 1])
+        alike, best = max(near, default=(0, ()))
+        return self.children.get(best), alike
+
+    def holding(self, tokens: tuple[int, ...]) -> "_Node | None":
+        """A child that begins with all of `tokens`."""
+        at = bisect.bisect_left(self.order, tokens)
+        found = at < len(self.order) and self.order[at][: len(tokens)] == tokens
+        return self.children[self.order[at]] if found else None
 
     def below(self) -> Iterator["_Node"]:
         """Itself and all nodes below."""
@@ -42,13 +61,15 @@ class _Node:
         while stack:
             node = stack.pop()
             yield node
-            stack.extend(itertools.chain.from_iterable(node.children.values()))
+            stack.extend(node.children.values())
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens the two begin with alike."""
-    most = min(len(a), len(b))
-    return next((i for i in range(most) if a[i] != b[i]), most)
+    at, most = 0, min(len(a), len(b))
+    while at < most and a[at : at + 64] == b[at : at + 64]:  # fast where they are long and alike
+        at += 64
+    return next((i for i in range(at, most) if a[i] != b[i]), most)
 
 
 @dataclass(frozen=True)
@@ -78,10 +99,7 @@ class PrefixTree:
         while node is not None:
             at = len(pages) * self.page_size
             tokens = tuple(ids[at : at + self.page_size])
-            children = node.children.get(tokens[0], []) if tokens else []
-            alike, node = max(
-                ((common(child.tokens, tokens), child) for child in children), key=lambda c: c[0], default=(0, None)
-            )
+            node, alike = node.nearest(tokens)
             if node is None or alike < min(SHORTEST_TAIL, self.page_size):
                 break
             node.stamp = stamp
@@ -96,28 +114,24 @@ class PrefixTree:
         node, stamp = self._roots.setdefault((version, adapter), _Node((), 0, None)), next(self._clock)
         for at, page in zip(range(0, len(ids), self.page_size), pages, strict=False):
             tokens = tuple(ids[at : at + self.page_size])
-            siblings = node.children.setdefault(tokens[0], [])
-            child = next((s for s in siblings if s.tokens[: len(tokens)] == tokens), None)
-            if child is None:
-                child = self._add(node, siblings, tokens, page)
-            child.stamp = stamp
-            node = child
+            node = node.holding(tokens) or self._add(node, tokens, page)
+            node.stamp = stamp
 
-    def _add(self, parent: _Node, siblings: list[_Node], tokens: tuple[int, ...], page: int) -> _Node:
-        for other in [s for s in siblings if tokens[: len(s.tokens)] == s.tokens]:
-            if other.page == page:  # its owner has filled it further
-                other.tokens = tokens
-                return other
-            if self.pool.refs[other.page] == 1:
-                siblings.remove(other)
-                self._drop(other)
-        child = _Node(tokens, page, parent)
-        siblings.append(child)
+    def _add(self, parent: _Node, tokens: tuple[int, ...], page: int) -> _Node:
+        """A new page, or one that its owner has filled further. Those that hold less of the same go, unless they are used."""
         self.pool.hold(page)
         self.num_pages += 1
+        shorter = (tokens[:n] for n in range(1, len(tokens) if parent.children else 0))
+        for other in [parent.children[s] for s in shorter if s in parent.children]:
+            if other.page == page or self.pool.refs[other.page] == 1:
+                self._drop(other)
+        child = _Node(tokens, page, parent)
+        parent.add(child)
         return child
 
     def _drop(self, node: _Node) -> None:
+        assert node.parent is not None
+        node.parent.remove(node)
         self.pool.drop(node.page)
         self.num_pages -= 1
 
@@ -139,7 +153,6 @@ class PrefixTree:
         while heap and freed < wanted:
             current, _, _, node = heapq.heappop(heap)
             self._drop(node)
-            node.remove()
             freed += 1
             assert node.parent is not None
             offer(current, node.parent)

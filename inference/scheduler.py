@@ -5,6 +5,7 @@ decode step, several are a prefill; a preempted sequence is simply one with noth
 what has been read: `pending` tokens are sampled on the device, and the host does not know them yet.
 """
 
+import bisect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class Sequence:
     """prompt tokens whose log-probs are known, or on their way; the first has none"""
     text: tuple[Detokenizer, StopStrings] | None = None
     """where stop strings are looked for"""
+    behind: "tuple[Sequence, int] | None" = None
+    """the prefill that it waits for, and how many tokens of that are too few to look again"""
     cached: int | None = None
     """prompt tokens found cached at the first admission"""
     prefilled: int = 0
@@ -87,6 +90,15 @@ class Plan:
     """sequences whose slot has changed hands"""
 
 
+RESERVE = 64
+"""tokens that each running sequence may still sample and that admission leaves room for: with fewer, many of those let in are
+sent away again (simulated, tight pool: 1.5 times the tokens computed that are needed; with 64, 1.07)"""
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
+
+
 class Scheduler:
     """Admission, chunking, page allocation and preemption.
 
@@ -129,11 +141,8 @@ class Scheduler:
                 f"the pool has {self.pool.num_pages - 1}; lower max_tokens or raise engine.num_pages"
             )
         sequence = Sequence(request, next(self._arrivals), list(request.prompt_ids), on_tokens)
-        self._wait(sequence)
+        bisect.insort(self.waiting, sequence, key=_order)
         return sequence
-
-    def _wait(self, *sequences: Sequence) -> None:
-        self.waiting = sorted([*self.waiting, *sequences], key=lambda s: s.order)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -153,12 +162,15 @@ class Scheduler:
         held: list[Sequence] = []
         while self.waiting and self._slots and len(held) < self.max_slots:
             sequence = self.waiting.pop(0)
+            if self._still_waits(sequence):
+                held.append(sequence)
+                continue
             # The last token is always computed: its logits are what is wanted.
             known = [] if sequence.wants_prompt else sequence.ids[:-1]
             match = self.tree.match(self.version, sequence.request.adapter, known)
             shared = self._is_being_computed(prefills, sequence, known, match)
             lacking = self._pages_for(len(sequence.ids)) - len(match.pages)
-            if shared or not self._make_room(lacking):
+            if shared or not self._make_room(lacking + self._growth()):
                 for page in match.pages:
                     self.pool.drop(page)
                 held.append(sequence)
@@ -167,7 +179,7 @@ class Scheduler:
                 continue
             self._start(sequence, match, lacking)
             self._note_prefill(prefills, sequence)
-        self._wait(*held)
+        self.waiting[:0] = held
 
     def _head(self, sequence: Sequence) -> tuple[str, tuple[int, ...]]:
         return sequence.request.adapter, tuple(sequence.ids[: self.page_size])
@@ -184,8 +196,22 @@ class Scheduler:
         match: Match,
     ) -> bool:
         cached = len(match.pages) * self.page_size + match.tail
-        alike = (common(known, other.ids) for other in prefills.get(self._head(sequence), ()))
-        return any(n - cached >= min(SHORTEST_TAIL, self.page_size) for n in alike)
+        least = min(SHORTEST_TAIL, self.page_size)
+        for other in prefills.get(self._head(sequence), ()):
+            alike = common(known, other.ids)
+            if alike - cached >= least:
+                sequence.behind = other, alike - least
+                return True
+        return False
+
+    def _still_waits(self, sequence: Sequence) -> bool:
+        """Whether the prefill that it waits for has not come far enough yet."""
+        if sequence.behind is not None:
+            other, until = sequence.behind
+            if other.slot >= 0 and not other.private and other.computed <= until:
+                return True
+            sequence.behind = None
+        return False
 
     def _start(self, sequence: Sequence, match: Match, lacking: int) -> None:
         sequence.pages = [*match.pages, *(self.pool.take() for _ in range(lacking))]
@@ -200,10 +226,17 @@ class Scheduler:
 
     # ---- pages
 
+    def _growth(self) -> int:
+        """Pages that those who run will need soon."""
+        soon = ((s, len(s.ids) + s.pending + min(RESERVE, self.budget_left(s))) for s in self.running)
+        return sum(max(0, self._pages_for(n) - len(s.pages)) for s, n in soon)
+
     def _make_room(self, pages: int) -> bool:
         """Whether so many pages are free, after evicting what only the prefix tree holds."""
-        if pages > self.pool.num_free:
-            self.tree.evict(pages - self.pool.num_free, self.version)
+        lacking = pages - self.pool.num_free
+        # At least those that are shared are used: nothing is forgotten, nor looked at, for a room that cannot be made.
+        if 0 < lacking <= self.tree.num_pages - self.pool.num_shared:
+            self.tree.evict(lacking, self.version)
         return pages <= self.pool.num_free
 
     def preempt(self, sequence: Sequence) -> None:
@@ -211,7 +244,7 @@ class Scheduler:
         assert sequence.pending == 0, "read the step in flight first"
         self._remember(sequence)
         self._leave(sequence)
-        self._wait(sequence)
+        bisect.insort(self.waiting, sequence, key=_order)
         self.num_preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
@@ -283,10 +316,10 @@ class Scheduler:
 
     def dispatched(self, plan: Plan) -> None:
         """Brings the books to where the device will be after the plan's step."""
-        for (sequence, n), left in zip(plan.chunks, plan.left, strict=True):
+        for (sequence, tokens), left in zip(plan.chunks, plan.left, strict=True):
             prefill = sequence.uncomputed > 1 or sequence.num_sampled == 0
+            n = min(plan.steps, left) if plan.steps else tokens
             if plan.steps:
-                n = min(plan.steps, left)
                 sequence.pending += n
             elif n == sequence.uncomputed:
                 sequence.pending += 1
@@ -295,8 +328,9 @@ class Scheduler:
                 most = min(sequence.computed + 1, len(sequence.request.prompt_ids))
                 sequence.prompt_done = max(sequence.prompt_done, most)
             if prefill:
-                sequence.prefilled += 1 if plan.steps else n  # what the other decode steps compute they have sampled
-                self._remember(sequence)  # chunk by chunk: whoever waits for it finds it cached
+                sequence.prefilled += tokens  # what the other decode steps compute they have sampled
+                if tokens > 1:
+                    self._remember(sequence)  # chunk by chunk: whoever waits for it finds it cached
 
     def _remember(self, sequence: Sequence) -> None:
         # Of a fresh one nothing was computed, and a page that was to be copied for it is empty.

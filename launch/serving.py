@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from inference.config import MIN_ROWS, EngineConfig, powers
+from inference.config import MIN_ROWS, EngineConfig
 from inference.engine import Engine
 from inference.types import Request, SamplingParams, Tokens
 from launch.loads import LOADS, Answered, Asked, Load, Trace, ideal_hit_rate, ideal_hits, make_load, num_tokens, questions
@@ -84,17 +84,17 @@ def serve(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def engine_sizes(load: Load) -> EngineConfig:
     """Sizes that fit the load: no context wider than needed, and pages for all of it, so that nothing is ever evicted."""
-    size = 16
+    size = KEY_BLOCK
     pages = sum(-(-num_tokens(turns) // size) + 1 for turns in load.conversations)
     context = -(-load.longest // KEY_BLOCK) * KEY_BLOCK
     return EngineConfig(
         max_context=context,
-        context_buckets=tuple(range(KEY_BLOCK, context + 1, KEY_BLOCK)),
+        context_buckets=(*range(KEY_BLOCK, context, KEY_BLOCK // 2), context),
         max_slots=load.at_once,
-        num_pages=-(-pages // 256) * 256,
+        num_pages=-(-pages // 64) * 64,
         page_size=size,
         tokens_per_step=min(512, context),
-        token_buckets=powers(64, min(512, context)),
+        token_buckets=tuple(T for T in (64, 128, 192, 256, 384, 512) if context >= T),
     )
 
 

@@ -424,6 +424,13 @@ def test_a_large_request_is_not_starved_by_small_ones() -> None:
     assert device.started.index("large") == 1 and small == [f"small {i}" for i in range(len(small))]
 
 
+@pytest.fixture
+def scarcity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission leaves nothing for those who run."""
+    monkeypatch.setattr("inference.scheduler.RESERVE", -1)
+
+
+@pytest.mark.usefixtures("scarcity")
 def test_admission_takes_pages_for_the_whole_prompt() -> None:
     books = scheduler(num_pages=9)
     first, second, third = (books.add(asked(str(n), [n] * n)) for n in (33, 20, 8))
@@ -609,6 +616,7 @@ def test_a_budget_counts_a_whole_life() -> None:
 # ---- Preemption
 
 
+@pytest.mark.usefixtures("scarcity")
 def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
     books = scheduler(num_pages=4)
     first, second = (books.add(asked(name, [i] * 8, 9)) for i, name in enumerate("ab"))
@@ -623,6 +631,7 @@ def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
     assert plan is not None and plan.chunks == [(first, 1)] and books.waiting == [second] and books.num_preemptions == 1
 
 
+@pytest.mark.usefixtures("scarcity")
 @pytest.mark.parametrize("priorities", [(0, 0, 0), (2, 1, 0)])
 def test_the_last_in_order_is_preempted_and_it_goes_on(priorities: tuple[int, ...]) -> None:
     books = scheduler(num_pages=8, max_slots=3, tokens_per_step=32)
@@ -639,6 +648,7 @@ def test_the_last_in_order_is_preempted_and_it_goes_on(priorities: tuple[int, ..
     assert last.num_sampled == 20 and last.prefilled > 9 and device.started[-1] == "d"
 
 
+@pytest.mark.usefixtures("scarcity")
 def test_what_was_not_copied_yet_is_not_remembered() -> None:
     """`second` is admitted with a tail to be copied, `third` takes the page of that tail, and then both give up their pages
     before any step."""
