@@ -54,7 +54,11 @@ class Scripted:
             logprobs=-np.arange(1, n + 1, dtype=np.float32) / 3,
             logprobs_full=-np.arange(1, n + 1, dtype=np.float32) / 5,
             versions=np.full(n, self.version, np.int32),
+            top_ids=np.zeros((n, 0), np.int32),
+            top_logprobs=np.zeros((n, 0), np.float32),
             finish_reason=reason,
+            stop_reason=None,
+            prompt_logprobs=None,
             cached_tokens=len(request.prompt_ids) // 2,
             prefilled_tokens=len(request.prompt_ids),
         )
