@@ -146,6 +146,12 @@ class Door:
             raise ApiError(f"{most} sequences are in flight already; try again later", status=429, code="rate_limit_exceeded")
 
     def _check_key(self, request: Request) -> None:
+        host = request.url.hostname
+        if self._key is None and host not in ("localhost", "127.0.0.1", "::1"):
+            # A web page whose name was made to point here is of the same origin, so a browser lets it read the answers.
+            raise ApiError(
+                f"host: {host!r} is not this machine; call it 127.0.0.1 or localhost, or serve with a key", status=403
+            )
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         given = key.strip().encode() if kind.lower() == "bearer" else b""
         if self._key is not None and not hmac.compare_digest(given, self._key):

@@ -199,10 +199,7 @@ class Engine:
             try:
                 self._step(self.config.decode_steps if max_steps is None else min(max_steps, self.config.decode_steps))
             except Exception:
-                # What the books say of the pool may not have happened.
-                for sequence in self.scheduler.running:
-                    sequence.private = True
-                self.scheduler.tree.clear()
+                self._start_over()
                 raise
         done, self._done = self._done, []
         return done
@@ -286,7 +283,18 @@ class Engine:
         """Reads the step in flight; what it finishes is returned by the next `step`."""
         if self._unread is not None:
             step, self._unread = self._unread, None
-            self._read(step)
+            try:
+                self._read(step)
+            except Exception:
+                self._start_over()
+                raise
+
+    def _start_over(self) -> None:
+        """After a failed step: what the books say of the pool may not have happened, so every sequence is prefilled again."""
+        self._unread = None
+        self.scheduler.start_over()
+        self.runner.release()
+        self.runner.allocate()
 
     def pause(self, mode: str = "retract") -> None:
         """Stops at this step boundary.
@@ -324,6 +332,13 @@ class Engine:
         self._set_params(params, version)
 
     def resume(self) -> None:
+        """Goes on after a pause.
+
+        Raises:
+            ValueError: the engine is asleep.
+        """
+        if self.runner.released:
+            raise ValueError("resume: the engine is asleep; wake it")
         self.paused = False
 
     def sleep(self) -> None:
@@ -333,7 +348,13 @@ class Engine:
         self.runner.release()
 
     def wake(self) -> None:
-        """Takes the memory again, empty, and resumes."""
+        """Takes the memory again, empty, and resumes.
+
+        Raises:
+            ValueError: the engine is not asleep.
+        """
+        if not self.runner.released:
+            raise ValueError("wake: the engine is not asleep; resume it")
         self.runner.allocate()
         self.resume()
 

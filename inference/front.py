@@ -61,6 +61,7 @@ class AsyncEngine:
 
         async with self._between_steps():
             self.engine.submit(request, forward if streaming else None)
+            self._gone.discard(request.id)  # an earlier request of that id, long gone
             self._parts[request.id] = parts
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.create_task(self._run())
@@ -79,7 +80,13 @@ class AsyncEngine:
     async def pause(self, mode: str = "retract") -> None:
         """As `Engine.pause`, at the next step boundary."""
         async with self._between_steps():
-            self.engine.pause(mode)
+            try:
+                await asyncio.to_thread(self.engine.pause, mode)  # it reads the step in flight
+            except ValueError:
+                raise
+            except Exception as error:
+                self._fail(error)
+                raise
 
     async def load(self, params: Mapping[str, jax.Array], version: int) -> None:
         """As `Engine.load`."""
@@ -129,3 +136,4 @@ class AsyncEngine:
             failure.__cause__ = error
             parts.put_nowait(failure)
         self._parts.clear()
+        self._gone.clear()

@@ -100,7 +100,7 @@ class Common(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
-    priority: int | None = None
+    priority: int | None = Field(default=None, ge=0)
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     # without effect: nothing is stored, priced or shared between clients
@@ -237,7 +237,7 @@ class GenerateBody(Strict):
 
     prompt_ids: Annotated[tuple[int, ...], BeforeValidator(_tuples)]
     sampling: Annotated[SamplingParams, BeforeValidator(_sampling)]
-    priority: int = 0
+    priority: int = Field(default=0, ge=0)
 
     def check(self) -> None:
         check_stops(self.sampling.stop)

@@ -106,6 +106,10 @@ class Runner:
         self._state = None
 
     @property
+    def released(self) -> bool:
+        return self._state is None
+
+    @property
     def state(self) -> State:
         assert self._state is not None, "the runner has no device state: allocate() first"
         return self._state

@@ -182,7 +182,7 @@ class Scheduler:
         self.waiting[:0] = held
 
     def _head(self, sequence: Sequence) -> tuple[str, tuple[int, ...]]:
-        return sequence.request.adapter, tuple(sequence.ids[: self.page_size])
+        return sequence.request.adapter, tuple(sequence.ids[: min(SHORTEST_TAIL, self.page_size)])
 
     def _note_prefill(self, prefills: dict[tuple[str, tuple[int, ...]], list[Sequence]], sequence: Sequence) -> None:
         if sequence.uncomputed > 1 and not sequence.private:
@@ -246,6 +246,16 @@ class Scheduler:
         self._leave(sequence)
         bisect.insort(self.waiting, sequence, key=_order)
         self.num_preemptions += 1
+
+    def start_over(self) -> None:
+        """Forgets the pool: all running sequences wait, with what was read of them."""
+        self.tree.clear()
+        for sequence in list(self.running):
+            sequence.pending = 0
+            if sequence.num_sampled == 0:
+                sequence.prompt_done = 1
+            self._leave(sequence)
+            bisect.insort(self.waiting, sequence, key=_order)
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

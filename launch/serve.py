@@ -170,7 +170,7 @@ def make_door(engine: Engine, tokenizer: Tokenizer, name: str, limits: Limits, k
     served = Served(
         name=name,
         tokenizer=tokenizer,
-        max_context=engine.config.max_context,
+        max_context=engine.memory.longest_context,
         eos_ids=tuple(dict.fromkeys((*tokenizer.eos_ids, *engine.model.eos_ids))),
         limits=limits,
         chat=None if tokenizer.chat_template is None else ChatTemplate(tokenizer),

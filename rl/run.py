@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from inference.engine import Engine
 from inference.config import EngineConfig
+from inference.engine import Engine
 from inference.types import SamplingParams
 from models.attention import KEY_BLOCK
 from models.config import ModelConfig, read_config

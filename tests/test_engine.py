@@ -823,6 +823,48 @@ def test_an_exception_reaches_every_caller_and_leaves_nothing_behind(engine: Eng
     assert_as_alone("llama", asyncio.run(main()), asked)
 
 
+def test_a_failed_step_loses_nothing_that_was_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever goes on with an engine whose step failed, in dispatch or while it was read, gets the same tokens."""
+    dispatch, read = engine._dispatch, engine._read
+    for name, number in (("_dispatch", 3), ("_read", 3), ("_read", 1)):
+        calls = 0
+
+        def once(step: Any, of: Any = dispatch if name == "_dispatch" else read, at: int = number) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise RuntimeError("the device hiccupped")
+            return of(step)
+
+        monkeypatch.setattr(engine, name, once)
+        for r in mixture():
+            engine.submit(r)
+        with pytest.raises(RuntimeError, match="hiccupped"):
+            drain(engine)
+        engine.scheduler.check()
+        monkeypatch.undo()
+        done = drain(engine)
+        finished = [r for r in mixture() if r.id in done]
+        assert len(finished) > 5, "those that had finished before are with the caller that failed"
+        assert_as_alone("llama", [done[r.id] for r in finished], finished)
+
+
+def test_an_id_may_come_again_after_its_caller_left(engine: Engine) -> None:
+    """The caller is cancelled when its completion is there already but unread."""
+    front = AsyncEngine(engine)
+    asked = request("same", prompt(0, 20), 4)
+
+    async def main() -> Completion:
+        first = asyncio.create_task(front.generate(asked))
+        while engine.stats.finished["length"] < 1:
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        return await asyncio.wait_for(front.generate(asked), 60)
+
+    assert not differ(asyncio.run(main()), alone("llama", asked))
+
+
 def test_a_refused_request_disturbs_nobody(engine: Engine) -> None:
     front = AsyncEngine(engine)
     good = request("good", prompt(0, 20), 9)

@@ -164,7 +164,11 @@ def test_sleep_keeps_version_weights_and_requests(engine: Engine) -> None:
     assert engine.step() == [] and engine.version == 0
     with pytest.raises(AssertionError, match="allocate"):
         _ = engine.runner.state
+    with pytest.raises(ValueError, match="resume: the engine is asleep"):
+        engine.resume()
     engine.wake()
+    with pytest.raises(ValueError, match="wake: the engine is not asleep"):
+        engine.wake()
     done: list[Completion] = []
     while not done:
         done = engine.step()

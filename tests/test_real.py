@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inference.engine import Engine
 from inference.config import EngineConfig
+from inference.engine import Engine
 from inference.types import Completion, Request, SamplingParams
 from models.config import read_config
 from models.hf import load_hf

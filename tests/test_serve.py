@@ -697,6 +697,14 @@ def test_too_many(engine: Engine) -> None:
 # ---- keys
 
 
+def test_without_a_key_only_this_machine_is_named(engine: Engine) -> None:
+    """A page whose name was rebound to 127.0.0.1 sends its own host."""
+    with serving(engine) as live:
+        for host, status in (("evil.example", 403), ("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:80", 200)):
+            assert live.http.get("/v1/models", headers={"host": host}).status_code == status
+        assert "host: 'evil.example'" in live.http.get("/metrics", headers={"host": "evil.example"}).text
+
+
 def test_keys(engine: Engine) -> None:
     with serving(engine, key="s3cret") as live, live.client("s3cret") as client, live.client("wrong") as stranger:
         assert client.models.list().data[0].id == "tiny"

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inference.engine import Engine
 from inference.config import EngineConfig
+from inference.engine import Engine
 from inference.types import Request, SamplingParams
 from models.compiles import CompileCounter
 from models.config import ModelConfig
