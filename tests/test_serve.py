@@ -598,7 +598,7 @@ def test_sizes_and_types(engine: Engine) -> None:
 
 def raw_request(live: Live, body: bytes, length: int | None = None) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2])), timeout=DEADLINE)
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-type: application/json\r\n"
     head += f"content-length: {length or len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
