@@ -179,7 +179,8 @@ def test_batched_chunked_and_many_steps_equal_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_preempted_equals_not_preempted(family: str) -> None:
+def test_preempted_equals_not_preempted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.scheduler.RESERVE", -1)  # admission leaves nothing for those who run
     for limits in ({"num_pages": 17}, {"num_pages": 20, "tokens_per_step": 16}, {"num_pages": 17, "decode_steps": 1}):
         engine = make_engine(family, **limits)
         assert_as_alone(family, engine.run(mixture()), mixture())
