@@ -67,6 +67,7 @@ TPU_COMPILER = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # compiling locks no chip: another process may be doing the same
 }
 """environment in which libtpu does not look for chips; the topology that it compiles for is another"""
 COLLECTIVE = re.compile(r"\b(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
