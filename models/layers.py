@@ -115,9 +115,10 @@ def row_sum(x: jax.Array) -> jax.Array:
     tile = max((t for t in range(64, 129) if n % t == 0), default=128) if n > 128 else n
     if n % tile:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % tile)])
-    tiles = x.reshape(*x.shape[:-1], -1, tile)
-    rows = "abdefg"[: tiles.ndim - 1]  # not merged: a mesh may split some of them
-    sums = dot(f"{rows}t,tc->{rows}c", tiles, jnp.ones((tile, COLUMNS), x.dtype), x.dtype)[..., 0]
+    tiles = x.reshape(
+        -1, tile
+    )  # merged rows, though a mesh that splits heads then gathers them: jax 0.12 sums others otherwise
+    sums = dot("nt,tc->nc", tiles, jnp.ones((tile, COLUMNS), x.dtype), x.dtype)[:, 0].reshape(*x.shape[:-1], -1)
     return sums[..., 0] if sums.shape[-1] == 1 else row_sum(sums)
 
 
