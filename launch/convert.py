@@ -50,7 +50,7 @@ def export_checkpoint(directory: Path, dest: Path) -> None:
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
     if (latest := checkpoints.latest()) is None:
         raise ValueError(f"{directory / 'checkpoints'}: holds no whole checkpoint; train with checkpoint.every above 0")
-    model, source, _ = make_model(config)
+    model, source, _ = make_model(config.model)
     trainer = make_trainer(config, model, source)
     trainer.state, _ = checkpoints.restore(latest, trainer.state)
     checkpoints.close()

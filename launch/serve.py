@@ -32,12 +32,12 @@ from inference.front import AsyncEngine
 from inference.protocol import Limits
 from launch.cli import Parser, read_config, run_main, set_up_jax
 from models.attention import KEY_BLOCK
-from models.config import ModelConfig
 from models.config import read_config as read_model_config
 from models.hf import load_hf, resolve
-from models.tokenizer import ByteTokenizer, Tokenizer
+from models.tokenizer import Tokenizer
 from models.transformer import describe
 from rl.config import EngineSection, ModelSection, RunConfig, build
+from rl.run import make_model
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Rules
@@ -138,12 +138,7 @@ def bind(host: str, port: int, key: str | None) -> socket.socket:
 
 def make_engine(section: ModelSection, sizes: EngineSection, seed: int) -> tuple[Engine, Tokenizer]:
     """An engine with the model's own weights, or random ones, and its tokenizer."""
-    if section.source == "random":
-        model, source, tokenizer = build(ModelConfig, section.shape, "config.model.shape"), None, ByteTokenizer()
-    else:
-        source = resolve(section.source)
-        model, tokenizer = read_model_config(source), Tokenizer.load(source)
-    tokenizer.check_vocab(model)
+    model, source, tokenizer = make_model(section)
     mesh, rules = make_mesh(sizes.mesh, jax.devices()[sizes.first_device :]), Rules(dict(sizes.rules))
     dtype = jnp.dtype(section.dtype)
     stacked, unrolled = describe(model), describe(model, stacked=False)

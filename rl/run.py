@@ -20,7 +20,7 @@ from models.config import ModelConfig, read_config
 from models.hf import load_hf, resolve, save_hf
 from models.tokenizer import ByteTokenizer, Tokenizer
 from models.transformer import describe
-from rl.config import Placement, RunConfig, build
+from rl.config import ModelSection, Placement, RunConfig, build
 from rl.environments import EVAL_KEYS, TRAIN_KEYS, Arithmetic, Environment, ReasoningGym, Task, constant_answer
 from rl.forest import Layout
 from rl.renderers import RENDERERS, Renderer
@@ -129,12 +129,12 @@ def _shardings(rules: Rules, mesh: Mesh, weights: Mapping[str, Weight], side: st
         raise ValueError(f"{side}.{error}") from error
 
 
-def make_model(config: RunConfig) -> tuple[ModelConfig, Path | None, Tokenizer | ByteTokenizer]:
-    """Shape and tokenizer of the run's model, checked against each other."""
-    if config.model.source == "random":
-        model, source, tokenizer = build(ModelConfig, config.model.shape, "config.model.shape"), None, ByteTokenizer()
+def make_model(section: ModelSection) -> tuple[ModelConfig, Path | None, Tokenizer | ByteTokenizer]:
+    """Shape and tokenizer of a model, checked against each other, and its directory if it has one."""
+    if section.source == "random":
+        model, source, tokenizer = build(ModelConfig, section.shape, "config.model.shape"), None, ByteTokenizer()
     else:
-        source = resolve(config.model.source)
+        source = resolve(section.source)
         model, tokenizer = read_config(source), Tokenizer.load(source)
     tokenizer.check_vocab(model)
     return model, source, tokenizer
@@ -254,7 +254,7 @@ def make_run(config: RunConfig) -> Run:
     Raises:
         ValueError: a part of the config does not fit the model, the devices or another part.
     """
-    model, source, tokenizer = make_model(config)
+    model, source, tokenizer = make_model(config.model)
     environment, renderer = make_environment(config, tokenizer)
     check_prompts(config, environment, renderer)
     trainer = make_trainer(config, model, source)

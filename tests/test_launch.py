@@ -313,7 +313,7 @@ def test_train_then_convert_and_evaluate(launched: Launch, tmp_path: Path) -> No
 
     assert launched(launch.convert, str(run), str(tmp_path / "out")) == Ended(0, f"wrote {tmp_path / 'out'}\n", "")
     config: RunConfig = build(RunConfig, json.loads((run / "config.json").read_text()))
-    model, _, _ = make_model(config)
+    model, _, _ = make_model(config.model)
     trainer = make_trainer(config, model, None)
     start = {name: np.array(value) for name, value in trainer.state.masters.items()}
     checkpoints = Checkpoints(run / "checkpoints", 1)
