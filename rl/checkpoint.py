@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from rl.trainer import TrainState
+from rl.programs import TrainState
 
 
 class Checkpoints:
