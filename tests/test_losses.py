@@ -1,8 +1,10 @@
 """Losses against values computed by hand, their gradients against differences, and the rules of cutting a batch."""
 
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -312,14 +314,11 @@ def test_no_ratio_overflows(name: str) -> None:
 
 
 def test_a_loss_of_ones_own() -> None:
-    """What CONTRIBUTING.md shows: registered by name, called through Objective, with a correction and a KL for nothing."""
-
-    @loss()
-    def squared_hinge(logp: Array, batch: LossBatch, *, margin: float = 1.0, aggregation: Any = "token_mean") -> Any:
-        """Pushes log pi of good tokens above -margin, quadratically."""
-        short = jnp.maximum(0, -margin - logp) * (batch.advantages > 0)
-        return aggregate(short**2, batch, aggregation), {"short": total(short > 0, batch)}
-
+    """The one that CONTRIBUTING.md shows: called through Objective by its name, with a reference KL for nothing."""
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    code = textwrap.dedent(text[text.index("       @loss()\n") : text.index("       config.trainer.loss")])
+    names = {"loss": loss, "aggregate": aggregate, "total": total, "jnp": jnp}
+    exec(code, names)
     try:
         objective = Objective(loss="squared_hinge", options={"margin": 0.4})
         value, sums = jax.jit(objective)(jnp.where(MASK > 0, NEW, jnp.nan), CASE)
@@ -329,6 +328,6 @@ def test_a_loss_of_ones_own() -> None:
         with_kl = Objective(loss="squared_hinge", options={"margin": 0.4}, kl_coef=2.0, kl_kind="k2")
         np.testing.assert_allclose(jax.jit(with_kl)(NEW, reference)[0] - value, 2 * 0.056392, atol=1e-6)
         with pytest.raises(ValueError, match="^loss: the name 'squared_hinge' is taken"):
-            loss()(squared_hinge)
+            exec(code, names)
     finally:
         del LOSSES["squared_hinge"]
