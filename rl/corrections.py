@@ -153,7 +153,7 @@ def reference_kl(kind: KlKind, logp: Array, reference_logp: Array, log_ratio: Ar
     """Per-token estimate of KL(pi || reference), [N, L] (http://joschu.net/blog/kl-approx.html).
 
     With d = log reference - log pi: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d (GRPO, 2402.03300), and k3_unbiased = k3 times
-    the policy ratio with its gradient, whose gradient is the KL's (DeepSeek-V3.2, 2512.02556). log_ratio: the loss's.
+    the policy ratio with its gradient, whose gradient is the KL's (DeepSeek-V3.2 report). log_ratio: the loss's.
     """
     d = reference_logp - logp
     if kind == "k1":

@@ -22,8 +22,8 @@ FACTORS = (1.25, 2.0, 4.0)
 """F(tau) is the share of tokens with max(rho, 1 / rho) > tau"""
 LEAST_GAP = 1e-8
 BINS_PER_DECADE = 40
-NUM_BINS = 2 + BINS_PER_DECADE * 10
-"""of |log rho|: below 1e-8, forty a decade (6 % wide) up to 100, above"""
+NUM_BINS = 2 + BINS_PER_DECADE * 12
+"""of |log rho|: below 1e-8, forty a decade (6 % wide) up to 10,000, above"""
 
 Sums = dict[str, Array]
 
@@ -142,6 +142,8 @@ def _means(sums: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _percentile(histogram: np.ndarray, share: float) -> float:
-    """Upper end of the first bin at which `share` of the weight is reached; 0 for the lowest bin."""
+    """Upper end of the first bin at which `share` of the weight is reached; 0 for the lowest bin, infinite for the highest."""
     place = int(np.searchsorted(np.cumsum(histogram), share * histogram.sum() * (1 - 1e-12)))
-    return 0.0 if place == 0 else LEAST_GAP * 10 ** (place / BINS_PER_DECADE)
+    if place == 0:
+        return 0.0
+    return LEAST_GAP * 10 ** (place / BINS_PER_DECADE) if place < NUM_BINS - 1 else np.inf
