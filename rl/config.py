@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from inference.config import EngineConfig
-from rl.advantages import Baseline, Std
 from rl.corrections import KlKind, OldLogp
+from rl.credit import AdvantageConfig
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from sharding.rules import Axes
@@ -74,9 +74,6 @@ class RolloutSection:
     max_tokens: int
     """most tokens sampled in a turn"""
     temperature: float = 1.0
-    std: Std = "population"
-    """what group advantages are divided by"""
-    baseline: Baseline = "mean"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +129,15 @@ class TrainerSection(OptimizerConfig, Placement):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticSection(OptimizerConfig):
+    """The critic of advantages.kind = "gae": the policy's first weights with a value head, in the trainer's mesh and layout."""
+
+    learning_rate: float = 1e-5
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+    """of rl.losses.value"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WarmupSection:
     """Supervised steps on the tasks' own answers, before reinforcement learning. Reported as phase `sft`."""
 
@@ -167,6 +173,8 @@ class RunConfig:
     rollout: RolloutSection
     engine: EngineSection
     trainer: TrainerSection
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    critic: CriticSection = CriticSection()
     warmup: WarmupSection = WarmupSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
