@@ -37,6 +37,7 @@ MINIMA = {
     "evaluation.every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "checkpoint.keep_every": 0,
 }
 """least values of whole numbers; the engine checks its own sizes"""
 TEMPERATURES = (1e-4, 1e4)
@@ -160,6 +161,9 @@ class CheckpointSection:
     every: int = 0
     """steps between checkpoints; 0: only after the last"""
     keep: int = 1
+    """the newest ones that are kept"""
+    keep_every: int = 0
+    """those whose step it divides are kept for good; 0: none"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +182,8 @@ class RunConfig:
     warmup: WarmupSection = WarmupSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    fork: str = ""
+    """`RUN_DIR@STEP`: begin with that run's checkpoint instead of the model's weights; `steps` then counts its steps too"""
     seed: int = 0
     run_dir: str = "runs"
     transcripts_every: int = 10

@@ -8,16 +8,17 @@
     rollout      the weights of the last step       train
     train        all episodes of the step           publish
     publish      the optimizer step                 the next rollout
-    checkpoint   the metrics line of its step       nobody (the next step starts after it)
+    checkpoint   the metrics line of its step       the next checkpoint; it is written while the next steps run
 
 Everything random derives from (seed, step, task, sample), so a run that was killed goes on from its last checkpoint exactly
-as if it had not been.
+as if it had not been: what was recorded past that checkpoint is dropped, and made again.
 """
 
 import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,11 +26,12 @@ import numpy as np
 
 from models.compiles import CompileCounter
 from rl.batch import Sample
-from rl.checkpoint import Checkpoints
+from rl.checkpoint import Checkpoints, split
 from rl.config import RunConfig
 from rl.credit import assign
 from rl.environments import EVAL_KEYS, TRAIN_KEYS
 from rl.files import Records, check_directory, lock, run_record, summary, write_whole
+from rl.resume import begin, check_fork, save
 from rl.rollout import Rollout
 from rl.run import Run, export, make_run, warmup_keys
 
@@ -98,10 +100,12 @@ def supervised_step(run: Run, step: int) -> dict[str, Any]:
     return {"phase": "sft", **run.trainer.train(samples, loss="sft")}
 
 
-def reinforcement_step(run: Run, step: int, records: Records, on_transcript: Callable[[Rollout], None]) -> dict[str, Any]:
-    """Rollout, reward, advantages, one optimizer step."""
+def reinforcement_step(
+    run: Run, step: int, records: Records, on_transcript: Callable[[Rollout], None], *, first: int | None = None
+) -> dict[str, Any]:
+    """Rollout, reward, advantages, one optimizer step, on the train keys from `first` on (None: of a run that is no fork)."""
     config = run.config.rollout
-    first = _first_key(run.config, step)
+    first = _cursor(run.config, step, 0, 0) if first is None else first
     tasks = [run.environment.task(key) for key in TRAIN_KEYS[first : first + config.prompts]]
     started = time.perf_counter()
     computed = run.engine.stats.computed_tokens
@@ -144,29 +148,29 @@ def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, 
     """Runs, or goes on with, a whole run; returns its summary."""
     directory = Path(config.run_dir) / config.name
     total = config.warmup.steps + config.steps
-    check_directory(directory, config_json)
+    if moved := check_directory(directory, config_json):
+        reporter.phase(f"config.{', config.'.join(moved)}: changed; going on within rounding, not bit for bit")
+    check_fork(config, directory, total)
     if (done := _finished(directory, config, total)) is not None:
         reporter.phase(f"all {total} steps are done; config.steps above {config.steps} goes on")
         return done
     reporter.phase("loading the model")
     run = make_run(config)
-    with lock(directory):  # makes the folder, only now: a config that does not fit leaves none behind
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_every)
+    # the lock makes the folder, only now: a config that does not fit leaves none behind
+    with lock(directory), closing(checkpoints):  # whatever happens, what is being written is written to its end
         renderer = run.renderer
-        about = run_record(config_json, run.source, renderer.name, renderer.version, config.seed)
+        about = run_record(config_json, run.source, renderer.name, renderer.version, config.seed, config.fork)
         write_whole(directory / "run.json", json.dumps(about, indent=2))
         write_whole(directory / "config.json", config_json)
-        return _train(run, directory, total, config_json, reporter)
+        return _train(run, directory, total, checkpoints, config_json, reporter)
 
 
-def _train(run: Run, directory: Path, total: int, config_json: str, reporter: Reporter) -> dict[str, Any]:
+def _train(
+    run: Run, directory: Path, total: int, checkpoints: Checkpoints, config_json: str, reporter: Reporter
+) -> dict[str, Any]:
     config = run.config
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
-    if (latest := checkpoints.latest()) is not None:
-        reporter.phase(f"resuming from step {latest}")
-        run.trainer.state, meta = checkpoints.restore(latest, run.trainer.state)
-        assert meta["step"] == run.trainer.step and meta["next_key"] == _first_key(config, latest + 1), meta
-        run.publish()
-    start = run.trainer.step
+    start, cursor = begin(run, checkpoints, config_json, reporter.phase)
     records = Records(directory, start)
     if start < total:
         shutil.rmtree(directory / "hf", ignore_errors=True)  # of a shorter run; made again at the end
@@ -186,7 +190,8 @@ def _train(run: Run, directory: Path, total: int, config_json: str, reporter: Re
         if step <= config.warmup.steps:
             metrics = supervised_step(run, step)
         else:
-            metrics = reinforcement_step(run, step, records, lambda rollout: _show(run, reporter, step, rollout))
+            first = _cursor(config, step, start, cursor)
+            metrics = reinforcement_step(run, step, records, lambda rollout: _show(run, reporter, step, rollout), first=first)
         published = time.perf_counter()
         run.publish()
         ended = time.perf_counter()
@@ -195,9 +200,9 @@ def _train(run: Run, directory: Path, total: int, config_json: str, reporter: Re
         reporter.step(step, total, metrics)
 
     compiled = 0
-    if start == 0:
+    if start == (split(config.fork)[1] or 0):
         with compiles:
-            evaluation(0)
+            evaluation(start)
         compiled = compiles.count
     for step in range(start + 1, total + 1):
         with compiles:
@@ -206,8 +211,7 @@ def _train(run: Run, directory: Path, total: int, config_json: str, reporter: Re
                 evaluation(step)
         compiled += compiles.count
         if step == total or (config.checkpoint.every and step % config.checkpoint.every == 0):
-            meta = {"step": step, "next_key": _first_key(config, step + 1), "seed": config.seed}
-            checkpoints.save(step, run.trainer.state, {**meta, "config": json.loads(config_json)})
+            save(run, checkpoints, step, _cursor(config, step + 1, start, cursor), config_json)
     checkpoints.close()
     records.close()
     if config.export:
@@ -216,22 +220,21 @@ def _train(run: Run, directory: Path, total: int, config_json: str, reporter: Re
     return summary(records, run.compile_s) | {"compiles_after_warmup": compiled}
 
 
-def _first_key(config: RunConfig, step: int) -> int:
-    """The data cursor: the first train key of a step; supervised steps have keys of their own."""
-    return max(0, step - 1 - config.warmup.steps) * config.rollout.prompts
+def _cursor(config: RunConfig, step: int, start: int, cursor: int) -> int:
+    """The first train key of a step, of a run that goes on from `start` with `cursor`; supervised steps have their own keys."""
+    return cursor + max(0, step - 1 - max(start, config.warmup.steps)) * config.rollout.prompts
 
 
 def _finished(directory: Path, config: RunConfig, total: int) -> dict[str, Any] | None:
     """The summary of a run with nothing left to do."""
     if not (directory / "checkpoints").is_dir() or (config.export and not (directory / "hf").exists()):
         return None
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
-    latest = checkpoints.latest()
-    checkpoints.close()
+    latest = Checkpoints(directory / "checkpoints").latest()
     if latest is None or latest < total:
         return None
-    records = Records(directory, latest)
-    records.close()
+    with lock(directory):
+        records = Records(directory, latest)
+        records.close()
     return summary(records, 0.0)
 
 

@@ -311,15 +311,18 @@ def test_train_then_convert_and_evaluate(launched: Launch, tmp_path: Path) -> No
     assert json.loads(ended.out.splitlines()[-1])["steps"] == 1 and len(ended.out.splitlines()) == 1
     run = tmp_path / "tiny"
 
-    assert launched(launch.convert, str(run), str(tmp_path / "out")) == Ended(0, f"wrote {tmp_path / 'out'}\n", "")
+    refused(
+        launched(launch.convert, f"{run}@7", str(tmp_path / "out")), r"checkpoints: has no checkpoint of step 7; it has \[1\]"
+    )
+    assert launched(launch.convert, f"{run}@1", str(tmp_path / "out")) == Ended(0, f"wrote {tmp_path / 'out'}\n", "")
     config: RunConfig = build(RunConfig, json.loads((run / "config.json").read_text()))
     model, _, _ = make_model(config.model)
     trainer = make_trainer(config, model, None)
     start = {name: np.array(value) for name, value in trainer.state.masters.items()}
-    checkpoints = Checkpoints(run / "checkpoints", 1)
-    state, meta = checkpoints.restore(1, trainer.state)
-    checkpoints.close()
-    assert meta["step"] == 1 and meta["next_key"] == 2 and meta["seed"] == 0 and meta["config"]["name"] == "tiny"
+    checkpoints = Checkpoints(run / "checkpoints")
+    states, meta = checkpoints.restore(1, {"policy": trainer.state})
+    state = states["policy"]
+    assert meta["step"] == 1 and meta["cursor"] == 2 and meta["seed"] == 0 and meta["config"]["name"] == "tiny"
     for directory in (tmp_path / "out", run / "hf"):
         assert read_model_config(directory) == model
         stored = load_hf(directory, model, ml_dtypes.bfloat16)

@@ -381,7 +381,7 @@ def test_a_killed_run_goes_on(unbroken: tuple[Path, dict[str, Any]], tmp_path: P
             break
     else:
         pytest.fail("no kill came in time")
-    assert steps_done() == 5
+    assert steps_done() >= 5  # it is written while the next steps run
     kill_when(start(run_dir, *LONG), lambda: steps_done() >= 12)
     assert (again / "checkpoints" / "10").exists() and steps_done() < STEPS
     with (again / "metrics.jsonl").open("a") as file:
