@@ -264,9 +264,9 @@ def products(definition: Definition, heads: int, params: Mapping[str, jax.Array]
     blocks: Any = model.blocks
     x = x_TD
     for block in blocks:
-        q, k, v = (block.project(x, w) for w in (block.q, block.k, block.v))
+        q, k, v = block.project(x, block.q, block.k, block.v)
         mixed = q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1)
         w = block.o[...]
         x = x_TD + 1e-6 * dot("te,ed->td", mixed.reshape(len(x), -1), w.reshape(-1, w.shape[-1]), DTYPE)
-        x = x_TD + 1e-6 * block.project(block.project(x, block.gate) + block.project(x, block.up), block.down)
+        x = x_TD + 1e-6 * block.project(sum(block.project(x, block.gate, block.up)), block.down)[0]
     return model.logits(x[:heads])

@@ -91,14 +91,14 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def make_trainer(directory: Path, model: ModelConfig, sizes: Mapping[str, int]) -> Trainer:
     """A trainer on one device, with float32 masters of a Hugging Face directory's weights."""
-    length, rows = sizes["length"], sizes["rows_at_once"]
+    length, packed = sizes["length"], sizes["rows_at_once"]
     mesh, rules = make_mesh({"data": 1}, jax.devices()[:1]), Rules()
     shardings = rules.shardings(mesh, describe(model))
     loaded = load_hf(directory, model)
     return Trainer(
         model,
         {name: jax.device_put(loaded.pop(name), sharding) for name, sharding in shardings.items()},
-        layout=Layout(rows=rows, tokens=length, context=length, branches=rows, length=length - 1),
+        layout=Layout(rows=1, tokens=packed * length, context=length, branches=packed, length=length - 1),
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
         loss="sft",
         dtype=DTYPE,
