@@ -30,6 +30,7 @@ from launch.quiet import Others, warn
 from models.attention import KEY_BLOCK
 from models.compiles import CompileCounter
 from models.config import ModelConfig, read_config
+from models.flops import forward_flops
 from models.hf import load_hf, resolve
 from models.layers import dot
 from models.transformer import Definition, describe
@@ -211,17 +212,8 @@ def useful_flops(model: ModelConfig, trace: Trace) -> float:
     total = 0.0
     for asked, first in zip(questions(trace), ideal_hits(trace), strict=True):
         last = len(asked.prompt) + asked.sampled - 1  # what is sampled last never goes through the model
-        total += forward_flops(model, first, last, asked.sampled)
+        total += forward_flops(model, last - first, sum(range(first + 1, last + 1)), asked.sampled)
     return total
-
-
-def forward_flops(model: ModelConfig, first: int, last: int, heads: int) -> float:
-    """Of the products that the tokens at positions first .. last - 1 of a sequence take, with logits at `heads` of them."""
-    layers = sum(w.size for name, w in describe(model).items() if name.startswith("blocks.") and len(w.shape) > 2)
-    # of one query and one key: a score, and a value's part in the sum
-    attention = 2 * model.num_layers * model.num_heads * model.head_dim
-    products = layers * (last - first) + model.model_dim * model.vocab_size * heads
-    return 2.0 * (products + attention * sum(range(first + 1, last + 1)))
 
 
 def best_flops_per_s(size: int = 2048) -> float:

@@ -17,13 +17,17 @@ import numpy as np
 from launch.loads import make_rows
 from launch.peers import LEARNING_RATE, PEERS, check_installed, run_peer
 from launch.quiet import Others, peak_bytes, warn
-from launch.serving import DTYPE, best_flops_per_s, forward_flops
+from launch.serving import DTYPE, best_flops_per_s
 from models.compiles import CompileCounter
 from models.config import ModelConfig, read_config
+from models.flops import forward_flops
 from models.hf import load_hf, resolve
 from models.transformer import describe
+from rl.batch import Sample
 from rl.forest import Layout
-from rl.trainer import OptimizerConfig, Sample, Trainer
+from rl.objective import Objective
+from rl.optimizer import OptimizerConfig
+from rl.trainer import Trainer
 from sharding.mesh import make_mesh
 from sharding.rules import Rules
 
@@ -100,7 +104,7 @@ def make_trainer(directory: Path, model: ModelConfig, sizes: Mapping[str, int]) 
         {name: jax.device_put(loaded.pop(name), sharding) for name, sharding in shardings.items()},
         layout=Layout(rows=1, tokens=packed * length, context=length, branches=packed, length=length - 1),
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
-        loss="sft",
+        objective=Objective(loss="sft"),
         dtype=DTYPE,
         remat="none",
         mesh=mesh,
@@ -131,8 +135,8 @@ def step(trainer: Trainer, samples: list[Sample]) -> tuple[float, float | None]:
 
 def step_flops(model: ModelConfig, sizes: Mapping[str, int]) -> float:
     """Of the products of forward and backward, two for each multiplication with its addition."""
-    length = sizes["length"]
-    return 3 * sizes["rows"] * forward_flops(model, 0, length, length - 1)
+    rows, length = sizes["rows"], sizes["length"]
+    return 3 * forward_flops(model, rows * length, rows * length * (length + 1) // 2, rows * (length - 1))
 
 
 def program_bytes(trainer: Trainer) -> int:
@@ -143,4 +147,4 @@ def program_bytes(trainer: Trainer) -> int:
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return held + memory.temp_size_in_bytes
 
-    return max(map(size, trainer.lower().values()))
+    return max(map(size, trainer.programs.lower("sft", two_passes=False).values()))

@@ -60,7 +60,8 @@ def forest_gradient(
     end = jnp.pad(end, ((0, 0), (0, N * s - T))).reshape(B, N, s)
     last = end.max(axis=(0, 2))  # of each block of keys, over all rows
     at = jnp.arange(N)
-    alive = (at[None] <= at[:, None]) & (last[None] > at[:, None] * s)
+    asked = (mass < UNSEEN).any(axis=(1, 2, 3, 4))  # of each block of queries
+    alive = (at[None] <= at[:, None]) & (last[None] > at[:, None] * s) & asked[:, None]
     queries, keys = jnp.nonzero(alive, size=N * N, fill_value=0)
 
     def body(number: jax.Array, grads: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
