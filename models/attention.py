@@ -262,6 +262,11 @@ def _forest_backward(dtype: DTypeLike, saved: tuple[jax.Array, jax.Array, jax.Ar
 _forest_attend.defvjp(_forest_forward, _forest_backward)
 
 
+def forest_attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike) -> jax.Array:
+    """q `[B, T, H, h]`, k and v `[B, T, K, h]`, float32 but rounded as the page pool rounds them -> `[B, T, H * h]`."""
+    return _forest_attend(q, k, v, blocks, dtype)
+
+
 @dataclass(frozen=True)
 class ForestContext:
     """Each token sees its ancestors in its trie, and itself."""
@@ -271,4 +276,4 @@ class ForestContext:
 
     def attend(self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # Rounded as the page pool rounds them, but kept wide so that gradients of shared keys add up in float32.
-        return _forest_attend(q, published(k, self.dtype), published(v, self.dtype), self.blocks, self.dtype)
+        return forest_attend(q, published(k, self.dtype), published(v, self.dtype), self.blocks, self.dtype)

@@ -49,6 +49,12 @@ def log_prob(logits_TV: jax.Array, ids_T: jax.Array) -> jax.Array:
     return tiles(logits_TV).log_probs(jnp.take_along_axis(logits_TV, ids_T[:, None], axis=-1))[:, 0]
 
 
+def entropy(logits_TV: jax.Array) -> jax.Array:
+    """Of softmax(logits), in nats, `[T]`."""
+    log_p = jax.nn.log_softmax(logits_TV, axis=-1)
+    return -(jnp.exp(log_p) * log_p).sum(axis=-1)
+
+
 def likeliest(logits_TV: jax.Array, parts: Tiles, n: int) -> tuple[jax.Array, jax.Array]:
     """Ids `[T, n]` of the likeliest tokens in order, equals by id, and their log-probs; n is at most TILE.
 
@@ -71,8 +77,10 @@ def token_log_probs(
     temperature: jax.Array,
     used_BT: jax.Array,
     chunk: int,
-) -> jax.Array:
-    """log softmax(logits(hidden) / temperature)[ids], `[B, T]`, `chunk` tokens of each row at a time; `chunk` divides T.
+) -> tuple[jax.Array, jax.Array]:
+    """log softmax(logits(hidden) / temperature)[ids] and that distribution's entropy (without a gradient), both `[B, T]`.
+
+    `chunk` tokens of each row are computed at a time; `chunk` divides T.
 
     The logits of a chunk are recomputed in the backward, so neither pass ever holds `[T, V]`. Chunks without a used token
     give zeros and cost nothing. Rows stay a leading dim, so that a mesh that splits them splits this too.
@@ -80,18 +88,22 @@ def token_log_probs(
     B, T, D = hidden_BTD.shape
     assert T % chunk == 0, (T, chunk)
 
-    def compute(hidden: jax.Array, ids: jax.Array) -> jax.Array:
+    def compute(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = model.logits(hidden.reshape(-1, D))
         logits = tempered(logits, jnp.broadcast_to(temperature, logits.shape))
-        return log_prob(logits, ids.reshape(-1)).reshape(B, chunk)
+        spread = entropy(jax.lax.stop_gradient(logits))
+        return log_prob(logits, ids.reshape(-1)).reshape(B, chunk), spread.reshape(B, chunk)
+
+    def nothing(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((B, chunk), hidden.dtype), jnp.zeros((B, chunk), hidden.dtype)
 
     @jax.checkpoint
-    def some(parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def some(parts: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden, ids, used = parts
-        return jax.lax.cond(used.any(), compute, lambda hidden, ids: jnp.zeros((B, chunk), hidden.dtype), hidden, ids)
+        return jax.lax.cond(used.any(), compute, nothing, hidden, ids)
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    out = jax.lax.map(some, (split(hidden_BTD), split(ids_BT), split(used_BT)))
-    return out.swapaxes(0, 1).reshape(B, T)
+    logp, spread = jax.lax.map(some, (split(hidden_BTD), split(ids_BT), split(used_BT)))
+    return logp.swapaxes(0, 1).reshape(B, T), spread.swapaxes(0, 1).reshape(B, T)

@@ -7,7 +7,7 @@ Weights are described once, by `weight(...)` in the modules; parameters are a fl
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -92,7 +92,7 @@ class Transformer(nnx.Module):
             unrolled (engine: slicing stacked weights inside a decode loop copies them).
     """
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, stacked: bool, remat: str = "none"):
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, stacked: bool, remat: str = "none", value_head: bool = False):
         D, V = config.model_dim, config.vocab_size
         if remat not in REMAT:
             raise ValueError(f"remat: {remat!r} is unknown; use one of {sorted(REMAT)}")
@@ -105,27 +105,60 @@ class Transformer(nnx.Module):
         self.norm = weight((D,), ("norm",), 0)
         if not config.tied_head:
             self.head = weight((D, V), ("embed", "vocab"), D**-0.5)
+        if value_head:
+            self.value = weight((D,), ("embed",), 0.1 * D**-0.5)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, context: Context) -> jax.Array:
         """tokens and positions int32 `[..., T]` -> normalised hidden states `[..., T, D]`."""
+        if isinstance(self.blocks, nnx.List):
+            x, rope = self._start(tokens, positions)
+            for layer, block in enumerate(self.blocks):
+                x = block(layer, x, rope, context)
+            return self._end(x)
+        return self.scan(tokens, positions, jnp.arange(self.config.num_layers), lambda layer: (context, layer))[0]
+
+    def scan(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        scanned: Any,
+        context_of: Callable[[Any], tuple[Context, int | jax.Array]],
+    ) -> tuple[jax.Array, Any]:
+        """The forward of stacked blocks, each with a context of its own.
+
+        Args:
+            scanned: a tree whose arrays have a leading layer dim.
+            context_of: a layer's part of `scanned` -> its context, and the layer number that the context is told.
+
+        Returns:
+            Hidden states `[..., T, D]`, and what the contexts left in an attribute `new`, stacked (None where they have none).
+        """
+        x, rope = self._start(tokens, positions)
+        definition, weights = nnx.split(self.blocks)
+
+        def body(x: jax.Array, part: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+            state, mine = part
+            context, layer = context_of(mine)
+            x = nnx.merge(definition, state)(layer, x, rope, context)
+            return x, getattr(context, "new", None)
+
+        if (policy := REMAT[self.remat]) is not None:
+            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        x, new = jax.lax.scan(body, x, (weights, scanned))
+        return self._end(x), new
+
+    def _start(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         rope = rope_tables(self.config, positions, self.dtype)
         # XLA on CPU gathers 16-bit floats as float32, and would convert the whole table ahead of a decode loop.
         table, tokens = jax.lax.optimization_barrier((self.embed[...], tokens))
-        x = published(jnp.take(table, tokens, axis=0), self.dtype)
-        if isinstance(self.blocks, nnx.List):
-            for layer, block in enumerate(self.blocks):
-                x = block(layer, x, rope, context)
-        else:
-            definition, weights = nnx.split(self.blocks)
+        return published(jnp.take(table, tokens, axis=0), self.dtype), rope
 
-            def body(x, scanned):
-                layer, state = scanned
-                return nnx.merge(definition, state)(layer, x, rope, context), None
-
-            if (policy := REMAT[self.remat]) is not None:
-                body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-            x, _ = jax.lax.scan(body, x, (jnp.arange(self.config.num_layers), weights))
+    def _end(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, published(self.norm[...], self.dtype), self.config.norm_eps)
+
+    def values(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states `[..., D]` -> the critic's value of each, `[...]`."""
+        return (hidden * jnp.broadcast_to(published(self.value[...], self.dtype), hidden.shape)).sum(axis=-1)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states `[T, D]` -> `[T, V]`."""
@@ -139,10 +172,10 @@ def _named(model: Transformer) -> list[tuple[str, tuple, nnx.Param]]:
     return [(".".join(map(str, path)), path, variable) for path, variable in flat]
 
 
-def describe(config: ModelConfig, stacked: bool = True) -> dict[str, Weight]:
+def describe(config: ModelConfig, stacked: bool = True, value_head: bool = False) -> dict[str, Weight]:
     """Every weight of the model by name; stacked blocks carry a leading `layer` dim."""
     weights = {}
-    for name, _, variable in _named(Transformer(config, jnp.float32, stacked)):
+    for name, _, variable in _named(Transformer(config, jnp.float32, stacked, value_head=value_head)):
         description: Weight = variable.get_metadata()["description"]
         if stacked and name.startswith("blocks."):
             description = dataclasses.replace(
@@ -155,10 +188,10 @@ def describe(config: ModelConfig, stacked: bool = True) -> dict[str, Weight]:
 class Definition:
     """The model without its weights; `bind(params)` inside a jitted function gives a callable Transformer."""
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, stacked: bool, remat: str = "none"):
-        model = Transformer(config, dtype, stacked, remat)
-        self.config, self.dtype = config, dtype
-        self.weights = describe(config, stacked)
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, stacked: bool, remat: str = "none", value_head: bool = False):
+        model = Transformer(config, dtype, stacked, remat, value_head)
+        self.config, self.dtype, self.remat = config, dtype, remat
+        self.weights = describe(config, stacked, value_head)
         self._graph = nnx.graphdef(model)
         self._named = _named(model)
 

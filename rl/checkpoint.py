@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rl.trainer import TrainState
+from rl.programs import TrainState
 
 META = "meta.json"
 TEMPORARY = ".orbax-checkpoint-tmp"

@@ -12,7 +12,9 @@ from typing import Any
 
 from inference.config import EngineConfig
 from rl.advantages import Baseline, Std
-from rl.trainer import OptimizerConfig
+from rl.corrections import KlKind, OldLogp
+from rl.objective import Objective
+from rl.optimizer import OptimizerConfig
 from sharding.rules import Axes
 
 DTYPES = ("bfloat16", "float32")
@@ -101,8 +103,33 @@ class TrainerSection(OptimizerConfig, Placement):
     rows: int = 1
     """rows of a micro-batch"""
     remat: str = "block"
+    depth_first: bool = False
+    """walk tries that fit no row depth first where repeating their prefixes costs more; else every branch must fit a row"""
     loss: str = "grpo"
-    loss_options: Mapping[str, float] = field(default_factory=dict)
+    """name in rl.losses.LOSSES"""
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+    old_logp: OldLogp = "sampler"
+    """denominator of the ratio, see rl.corrections"""
+    correction: Mapping[str, Any] = field(default_factory=dict)
+    """fields of rl.corrections.Correction; empty: none"""
+    kl_coef: float = 0.0
+    """of the KL to the initial weights that is added to the loss"""
+    kl_kind: KlKind = "k3"
+
+    def objective(self) -> Objective:
+        """What the policy is trained on.
+
+        Raises:
+            ValueError: names the key and what to change.
+        """
+        return Objective(
+            loss=self.loss,
+            options=self.loss_options,
+            old_logp=self.old_logp,
+            correction=self.correction,
+            kl_coef=self.kl_coef,
+            kl_kind=self.kl_kind,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

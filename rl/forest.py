@@ -44,12 +44,14 @@ class Layout:
     """S: the most branches one micro-batch can hold"""
     length: int
     """L: the most trained tokens one branch can have"""
+    path: int = 0
+    """the longest branch that may be walked depth first (`rl.tries`), a multiple of 128; 0: all stand in rows"""
 
     def __post_init__(self) -> None:
-        if self.tokens % QUERY_BLOCK or self.context % KEY_BLOCK:
+        if self.tokens % QUERY_BLOCK or self.context % KEY_BLOCK or self.path % KEY_BLOCK:
             raise ValueError(
-                f"layout: tokens ({self.tokens}) must be a multiple of {QUERY_BLOCK} and context ({self.context}) "
-                f"a multiple of {KEY_BLOCK}"
+                f"layout: tokens ({self.tokens}) must be a multiple of {QUERY_BLOCK}, context ({self.context}) and path "
+                f"({self.path}) multiples of {KEY_BLOCK}"
             )
 
     @property
@@ -94,6 +96,8 @@ class PackStats:
     """tokens in rows"""
     slots: int
     """row places, padding included"""
+    key_sum: int = 0
+    """keys that the tokens in rows see, in sum"""
 
     @property
     def compression(self) -> float:
@@ -189,19 +193,25 @@ class _Row:
         return blocks
 
 
-def _check(number: int, branch: Branch, layout: Layout) -> None:
+def check_branch(number: int, branch: Branch, layout: Layout) -> None:
+    """Refuses what fits neither a row nor the path buffer."""
     n = len(branch.ids)
     if n == 0 or len(branch.mask) != n:
         raise ValueError(f"branch {number}: ids ({n}) and mask ({len(branch.mask)}) must have one equal, positive length")
-    if n > min(layout.context, layout.tokens):
+    if n > max(min(layout.context, layout.tokens), layout.path):
         raise ValueError(
             f"branch {number}: {n} tokens do not fit context {layout.context} and tokens per row {layout.tokens}; "
-            f"raise trainer.tokens_per_row and the context, or cut the episode"
+            f"raise trainer.tokens_per_row and the context, set trainer.depth_first, or cut the episode"
         )
     if branch.mask[0]:
         raise ValueError(f"branch {number}: its first token has no parent to read a log-prob at; mask[0] must be False")
     if branch.mask.sum() > layout.length:
         raise ValueError(f"branch {number}: {int(branch.mask.sum())} trained tokens exceed the layout's {layout.length}")
+
+
+def sort_branches(branches: Sequence[Branch]) -> list[int]:
+    """Their numbers in the order of a pre-order walk: big-endian bytes sort as the ids do, prefixes first."""
+    return sorted(range(len(branches)), key=lambda n: branches[n].ids.astype(">u4").tobytes())
 
 
 def pack(branches: Sequence[Branch], layout: Layout) -> tuple[list[MicroBatch], PackStats]:
@@ -211,9 +221,8 @@ def pack(branches: Sequence[Branch], layout: Layout) -> tuple[list[MicroBatch], 
         ValueError: a branch that cannot fit, or whose first token is to be trained.
     """
     for number, branch in enumerate(branches):
-        _check(number, branch, layout)
-    # Big-endian bytes sort as the ids do, prefixes first.
-    order = sorted(range(len(branches)), key=lambda n: branches[n].ids.astype(">u4").tobytes())
+        check_branch(number, branch, layout)
+    order = sort_branches(branches)
     rows: list[_Row] = []
     for number in order:
         if not rows or not rows[-1].fits(branches[number]):
@@ -234,6 +243,7 @@ def pack(branches: Sequence[Branch], layout: Layout) -> tuple[list[MicroBatch], 
         tokens_in=sum(len(branch.ids) for branch in branches),
         tokens_kept=sum(len(row.tokens) for row in rows),
         slots=len(batches) * layout.rows * layout.tokens,
+        key_sum=sum(sum(row.depth) + len(row.depth) for row in rows),
     )
     return batches, stats
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from models.compiles import CompileCounter
 from rl.advantages import group_advantages
+from rl.batch import Sample
 from rl.checkpoint import Checkpoints, split
 from rl.config import RunConfig
 from rl.environments import EVAL_KEYS, TRAIN_KEYS
@@ -33,7 +34,6 @@ from rl.files import Records, check_directory, lock, run_record, summary, write_
 from rl.resume import begin, check_fork, save
 from rl.rollout import Rollout
 from rl.run import Run, export, make_run, warmup_keys
-from rl.trainer import Sample
 
 
 class Reporter(Protocol):
@@ -87,6 +87,7 @@ def samples_of(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list
             weights=branch.weights,
             logprobs=branch.logprobs,
             advantages=branch.advantages,
+            versions=branch.versions,
             episode=number,
         )
         for number, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True))

@@ -23,9 +23,11 @@ from models.transformer import describe
 from rl.config import ModelSection, Placement, RunConfig, build
 from rl.environments import EVAL_KEYS, TRAIN_KEYS, Arithmetic, Environment, ReasoningGym, Task, constant_answer
 from rl.forest import Layout
+from rl.objective import Objective
+from rl.optimizer import OptimizerConfig
 from rl.renderers import RENDERERS, Renderer
 from rl.rollout import Rollout, run_episodes
-from rl.trainer import OptimizerConfig, Trainer
+from rl.trainer import Trainer
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Rules, Weight
@@ -181,8 +183,8 @@ def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None) -> 
             masters,
             layout=layout_of(config),
             optimizer=_pick(OptimizerConfig, section),
-            loss=section.loss,
-            loss_options=section.loss_options,
+            objective=section.objective(),
+            others={"sft": Objective(loss="sft")},
             dtype=jnp.dtype(config.model.dtype),
             remat=section.remat,
             mesh=mesh,

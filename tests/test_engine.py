@@ -26,7 +26,7 @@ from models.config import ModelConfig
 from models.tokenizer import ByteTokenizer
 from models.transformer import Definition
 from rl.forest import Branch, Layout, pack
-from rl.trainer import log_probs
+from rl.forward import read_rows
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Rules
@@ -334,7 +334,7 @@ def trainer_log_probs(family: str, completions: Sequence[Completion], temperatur
         ids = np.concatenate([np.asarray(c.prompt_ids, np.int32), c.ids])
         branches.append(Branch(ids, np.arange(len(ids)) >= len(c.prompt_ids)))
 
-    compute = jax.jit(partial(log_probs, definition))
+    compute = jax.jit(lambda *arguments: read_rows(definition, *arguments).out)
     rows: dict[int, np.ndarray] = {}
     for batch in pack(branches, layout)[0]:
         out = compute(masters(family, version), batch.forest, np.float32(temperature))

@@ -62,7 +62,7 @@ def log_probs(definition: Definition, params: Any, forest: Any, chunk: int) -> j
     hidden = model(forest.tokens, forest.positions, ForestContext(forest.blocks, definition.dtype))
     at_parent = jnp.take_along_axis(hidden, forest.read[..., None], axis=1)
     one, used = jnp.ones((), hidden.dtype), jnp.ones(hidden.shape[:2], bool)
-    logp = token_log_probs(model, at_parent, forest.target, one, used, chunk)
+    logp, _ = token_log_probs(model, at_parent, forest.target, one, used, chunk)
     return jnp.where(forest.mask, jnp.take(logp, forest.index), 0)
 
 

@@ -218,7 +218,7 @@ def test_log_prob_chunks() -> None:
     function = jax.jit(partial(token_log_probs, model), static_argnums=4)
 
     def run(some: slice, chunk: int) -> jax.Array:
-        return function(hidden[None, some], ids[None, some], jnp.float32(0.7), used[None, some], chunk)[0]
+        return function(hidden[None, some], ids[None, some], jnp.float32(0.7), used[None, some], chunk)[0][0]
 
     whole = run(slice(None), 256)
     for chunk in (2, 16, 64, 128):
@@ -227,7 +227,7 @@ def test_log_prob_chunks() -> None:
 
     def gradient(chunk: int) -> jax.Array:
         def total(hidden: jax.Array) -> jax.Array:
-            return function(hidden[None], ids[None], jnp.float32(0.7), used[None], chunk)[0, :250].sum()
+            return function(hidden[None], ids[None], jnp.float32(0.7), used[None], chunk)[0][0, :250].sum()
 
         return jax.grad(total)(hidden)
 

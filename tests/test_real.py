@@ -17,7 +17,7 @@ from models.config import read_config
 from models.hf import load_hf
 from models.transformer import Definition, describe
 from rl.forest import Branch, Layout, pack
-from rl.trainer import log_probs
+from rl.forward import read_rows
 from sharding.mesh import make_mesh
 from sharding.reshard import reshard
 from sharding.rules import Rules
@@ -110,6 +110,6 @@ def _trainer_gap(masters: dict[str, jax.Array], completions: list[Completion]) -
         branches.append(Branch(ids, np.arange(len(ids)) >= len(completion.prompt_ids)))
     [batch], _ = pack(branches, Layout(rows=1, tokens=512, context=128, branches=8, length=12))
     definition = Definition(read_config(MODEL), jnp.bfloat16, stacked=True)
-    logps = jax.jit(lambda params, forest: log_probs(definition, params, forest, jnp.float32(1)))(masters, batch.forest)
+    logps = jax.jit(lambda params, forest: read_rows(definition, params, forest, jnp.float32(1)).out)(masters, batch.forest)
     rows = zip(batch.order, np.asarray(logps), strict=True)
     return max(float(np.abs(row[: len(completions[n].ids)] - completions[n].logprobs).max()) for n, row in rows)

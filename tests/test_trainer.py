@@ -23,10 +23,13 @@ from inference.types import Request, SamplingParams
 from models.compiles import CompileCounter
 from models.config import ModelConfig
 from models.transformer import Definition
+from rl.batch import Sample, Totals, loss_batch
 from rl.forest import Layout
 from rl.graph import Graph
+from rl.objective import Objective
+from rl.optimizer import OptimizerConfig
 from rl.records import Episode
-from rl.trainer import OptimizerConfig, Sample, Trainer
+from rl.trainer import Trainer
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Rules
@@ -50,7 +53,13 @@ Masters = dict[str, np.ndarray]
 
 def build(layout: Layout, *, model: ModelConfig = MODEL, axes: dict[str, int] = ONE, **changes: Any) -> Trainer:
     mesh = make_mesh(axes)
-    options: dict[str, Any] = {"loss": "grpo", "dtype": jnp.float32, "remat": "block", "optimizer": OPTIMIZER} | changes
+    options: dict[str, Any] = {
+        "objective": Objective(loss="grpo"),
+        "others": {"sft": Objective(loss="sft")},
+        "dtype": jnp.float32,
+        "remat": "block",
+        "optimizer": OPTIMIZER,
+    } | changes
     definition = Definition(model, jnp.float32, stacked=True)
     masters = init(definition.weights, jax.random.key(0), jnp.float32, RULES.shardings(mesh, definition.weights))
     return Trainer(model, masters, layout=layout, mesh=mesh, rules=RULES, **options)
@@ -66,7 +75,9 @@ def fresh(name: str, loss: str = "grpo", **axes: int) -> Trainer:
     """The shared trainer of a layout, compiled, in its first state."""
     trainer, state = trainer_and_start(name, tuple((axes or ONE).items()))
     trainer.warm_up(loss)
-    trainer.state = jax.tree.map(lambda x, sharding: jax.device_put(np.array(x), sharding), state, trainer.state_shardings())
+    trainer.state = jax.tree.map(
+        lambda x, sharding: jax.device_put(np.array(x), sharding), state, trainer.programs.state_shardings()
+    )
     return trainer
 
 
@@ -253,9 +264,7 @@ def test_a_shared_turn_is_trained_once() -> None:
 
     masters = jax.device_get(trainer.state.masters)
     value, expected = jax.jit(jax.value_and_grad(formula))(masters)
-    [(forest, inputs)], _ = trainer.prepare(samples, temperature=1.0)
-    zeros = trainer._zeros()
-    grads, sums = trainer._programs["grpo"](trainer.state.masters, zeros, forest, inputs)
+    grads, [sums] = trainer.gradients(samples, trainer.plan(samples), 1.0, "grpo")
     assert float(sums["loss"]) == pytest.approx(float(value), abs=1e-6)
     assert float(sums["tokens"]) == 12 + other.weights.sum()
     for name, want in expected.items():
@@ -269,9 +278,9 @@ def test_advantages_stand_on_their_own_tokens() -> None:
     samples = batch(1)
     samples = [replace(s, advantages=s.weights * np.arange(1, len(s.ids) + 1, dtype=np.float32) * (n + 1)) for n, s in
                enumerate(samples)]  # fmt: skip
-    batches, _ = trainer.prepare(samples, temperature=0.5)
-    seen = 0
-    for forest, inputs in batches:
+    seen, totals = 0, Totals.of(samples)
+    for micro in trainer.plan(samples).micro_batches:
+        forest, inputs = micro.forest, loss_batch(samples, micro.order, totals, trainer.layout, 0, set())
         for row in np.nonzero(np.asarray(forest.mask).any(1))[0]:
             mask = np.asarray(forest.mask)[row]
             advantages = np.asarray(inputs.advantages)[row][mask]
@@ -280,14 +289,13 @@ def test_advantages_stand_on_their_own_tokens() -> None:
             trained = sample.weights > 0
             ids = np.asarray(forest.target).reshape(-1)[np.asarray(forest.index)[row][mask]]
             np.testing.assert_array_equal(ids, sample.ids[trained])
-            np.testing.assert_array_equal(np.asarray(inputs.old_logp)[row][mask], sample.logprobs[trained])
+            np.testing.assert_array_equal(np.asarray(inputs.sampler_logp)[row][mask], sample.logprobs[trained])
             np.testing.assert_array_equal(np.asarray(inputs.weights)[row][mask], sample.weights[trained])
             assert float(np.asarray(inputs.sequence_tokens)[row]) == sample.weights.sum()
             assert not np.asarray(inputs.weights)[row][~mask].any()
             seen += 1
         assert float(inputs.num_sequences) == len(samples)
         assert float(inputs.num_tokens) == sum(s.weights.sum() for s in samples)
-        assert float(inputs.temperature) == 0.5
     assert seen == len(samples)
 
 
@@ -339,7 +347,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_state() -> None:
     trainer = fresh("two rows")
     before = jax.device_get(trainer.state)
     grads = {name: jnp.full(value.shape, jnp.nan) for name, value in before.masters.items()}
-    state, norms = jax.jit(trainer.update)(before, grads)
+    state, norms = jax.jit(trainer.programs.update)(before, grads)
     assert np.isnan(norms["grad_norm"])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
 
@@ -382,16 +390,18 @@ def test_no_weight_is_a_constant() -> None:
     assert embed.nbytes == 2**21
     control = jax.jit(lambda x: x + np.arange(2**19, dtype=np.float32).reshape(16384, 32) ** 1.5).lower(embed)
     assert constant_bytes(control) == 2**21  # this test sees them
-    lowered = trainer.lower() | {"sft": trainer.lower("sft")["sft"]}
-    assert lowered.keys() == {"grpo", "sft", "update"}
+    lowered = trainer.programs.lower("grpo", two_passes=True) | trainer.programs.lower("sft", two_passes=False)
+    assert lowered.keys() == {"grpo", "grpo of readings", "pull", "score", "sft", "update"}
     for name, program in lowered.items():
         assert constant_bytes(program) < 1e6, name
 
-    [(forest, inputs)], _ = trainer.prepare(batch(0, 1, 2), temperature=1.0)
-    grads = trainer._zeros()
+    samples, programs = batch(0, 1, 2), trainer.programs
+    [micro] = trainer.plan(samples).micro_batches
+    inputs = loss_batch(samples, micro.order, Totals.of(samples), trainer.layout, 0, set())
+    grads = programs.zeros()
     for function, arguments in (
-        (partial(trainer.accumulate, "grpo"), (trainer.state.masters, grads, forest, inputs)),
-        (trainer.update, (trainer.state, grads)),
+        (partial(programs.accumulate, "grpo"), (trainer.state.masters, grads, micro.forest, inputs, np.float32(1))),
+        (programs.update, (trainer.state, grads)),
     ):
         consts = jax.make_jaxpr(function)(*arguments).consts
         assert all(np.asarray(const).nbytes < 1e6 for const in consts)
@@ -455,22 +465,26 @@ def test_optimizer_is_clipped_adamw() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "ppo"}, r"trainer.loss: 'ppo' is unknown; use one of \['dapo', 'dr_grpo', 'grpo', 'sft'\]"),
         ({"remat": "all"}, r"remat: 'all' is unknown; use one of \['block', 'dots', 'none'\]"),
         (
             {"axes": {"data": 2, "fsdp": 2, "tensor": 1}},
             "trainer.rows: 2 rows .* over 4 devices .* use a multiple",
         ),
-        ({"loss_options": {"beta": 0.1}}, r"trainer.loss_options: 'grpo' does not know \['beta'\]; its options are .*clip_low"),
-        ({"loss": "dr_grpo"}, r"trainer.loss_options: 'dr_grpo' needs \['scale_length'\]; set them"),
+        (
+            {"optimizer": replace(OPTIMIZER, frozen=("blocks.x",))},
+            "trainer.frozen: no weight is called 'blocks.x'; they are .*embed",
+        ),
+        ({"optimizer": replace(OPTIMIZER, frozen=("*",))}, "trainer.frozen: .* freezes every weight; leave some"),
+        ({"optimizer": replace(OPTIMIZER, schedule="cosine")}, "trainer.decay_steps: schedule 'cosine' needs the steps"),
     ],
 )
 def test_mistakes(changes: dict[str, Any], message: str) -> None:
-    options = {"loss": "grpo", "remat": "block", "axes": ONE} | changes
+    options: dict[str, Any] = {"remat": "block", "axes": ONE, "optimizer": OPTIMIZER} | changes
     mesh = make_mesh(options.pop("axes"))
+    objective = Objective(loss="grpo")
     with pytest.raises(ValueError, match=message):
         Trainer(
-            MODEL, {}, layout=LAYOUTS["two rows"], mesh=mesh, rules=RULES, optimizer=OPTIMIZER, dtype=jnp.float32, **options
+            MODEL, {}, layout=LAYOUTS["two rows"], mesh=mesh, rules=RULES, objective=objective, dtype=jnp.float32, **options
         )
 
 

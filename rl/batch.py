@@ -1,0 +1,108 @@
+"""What a step is given: samples; and the arrays that a loss reads of them.
+
+Legend: S branches of a micro-batch, L trained tokens of the longest branch.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl.forest import Layout
+from rl.loss_batch import LossBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One branch with what the loss needs; arrays are aligned with `ids`."""
+
+    ids: np.ndarray
+    """int32 [n]"""
+    weights: np.ndarray
+    """float32 [n]: 0 on tokens that are not trained, 1/branches on sampled tokens of several branches"""
+    logprobs: np.ndarray
+    """float32 [n]: the sampler's, under its sampling distribution; 0 where not sampled"""
+    advantages: np.ndarray
+    """float32 [n]"""
+    episode: int
+    """branches of one episode are one sequence to the loss"""
+    versions: np.ndarray | None = None
+    """int32 [n]: weight version that sampled the id; None: the trainer's own"""
+    reference_logprobs: np.ndarray | None = None
+    """float32 [n]: the frozen reference policy's"""
+    values: np.ndarray | None = None
+    """float32 [n]: the critic's value of the state in which the token was sampled, before the step"""
+    returns: np.ndarray | None = None
+    """float32 [n]: what the critic learns"""
+    pair: int = -1
+    """samples with one number are the two of a preference pair"""
+    chosen: bool = False
+    """the preferred one of its pair"""
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Places of the trained tokens."""
+        return np.nonzero(self.weights > 0)[0]
+
+
+OPTIONAL = {"reference_logp": "reference_logprobs", "old_values": "values", "returns": "returns"}
+"""fields of LossBatch that only some losses read -> where a sample has them"""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts of a whole batch, which the loss divides by."""
+
+    tokens: Mapping[int, float]
+    """episode -> sum of its weights"""
+    pairs: int
+
+    @staticmethod
+    def of(samples: Sequence[Sample]) -> "Totals":
+        tokens: dict[int, float] = {}
+        for sample in samples:
+            tokens[sample.episode] = tokens.get(sample.episode, 0.0) + float(sample.weights.sum())
+        return Totals(tokens, len({sample.pair for sample in samples if sample.pair >= 0}))
+
+
+def loss_batch(
+    samples: Sequence[Sample], numbers: Iterable[int], totals: Totals, layout: Layout, step: int, needs: Collection[str]
+) -> LossBatch:
+    """Arrays of the samples with these numbers, in rows of the fixed shape `[S, L]`.
+
+    Args:
+        step: the version that consumes the samples.
+        needs: optional fields of LossBatch that the loss reads.
+
+    Raises:
+        ValueError: a sample lacks what the loss needs.
+    """
+    shape = (layout.branches, layout.length)
+    fields = ["weights", "sampler_logp", "advantages", *(name for name in OPTIONAL if name in needs)]
+    arrays = {name: np.zeros(shape, np.float32) for name in fields}
+    lag, sequence_tokens = np.zeros(shape, np.int32), np.zeros(shape[0], np.float32)
+    pair, chosen = np.full(shape[0], -1, np.int32), np.zeros(shape[0], bool)
+    for row, number in enumerate(numbers):
+        sample = samples[number]
+        at = sample.trained
+        here = slice(0, len(at))
+        for name in fields:
+            source = {"sampler_logp": "logprobs"}.get(name) or OPTIONAL.get(name) or name
+            values = getattr(sample, source)
+            if values is None:
+                raise ValueError(f"sample {number}: the loss reads {source}, which it does not have; fill them in")
+            arrays[name][row, here] = values[at]
+        if sample.versions is not None:
+            lag[row, here] = step - sample.versions[at]
+        sequence_tokens[row] = totals.tokens[sample.episode]
+        pair[row], chosen[row] = sample.pair, sample.chosen
+    pairs = {"pair": pair, "chosen": chosen, "num_pairs": np.float32(totals.pairs)}
+    others: dict[str, Any] = {
+        "lag": lag,
+        "sequence_tokens": sequence_tokens,
+        "num_sequences": np.float32(sum(count > 0 for count in totals.tokens.values())),
+        "num_tokens": np.float32(sum(totals.tokens.values())),
+        **{name: value for name, value in pairs.items() if name in needs},
+    }
+    return LossBatch(**arrays, **others)

@@ -1,0 +1,108 @@
+"""The forward of a step, in rows and along a path: what is read at each trained token's parent.
+
+Legend: B rows, T tokens of a row or segment, R reads, S branches, L trained tokens of the longest branch, C places of the path
+buffer, K kv heads, h head dim. For weights and buffers the leading L is layers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models.attention import Array, ForestContext
+from models.layers import accumulator
+from models.logprobs import token_log_probs
+from models.path import PathContext
+from models.transformer import Definition, Transformer
+from rl.forest import Forest
+from rl.losses import Readout
+
+LOGITS_CHUNK = 128
+"""tokens whose logits exist at a time"""
+
+
+class Reading(NamedTuple):
+    """What a policy or a critic says of each trained token."""
+
+    out: Array
+    """its log-prob, or the value of the state before it"""
+    entropy: Array
+    """of the distribution it comes from, in nats, without a gradient; a critic's is 0"""
+
+
+def _read(
+    model: Transformer, readout: Readout, hidden: jax.Array, target: jax.Array, temperature: jax.Array, used: jax.Array
+) -> Reading:
+    """Of hidden states `[B, R, D]` that predict `target`; `used` says which of them anybody asks for."""
+    if readout == "value":
+        return Reading(model.values(hidden), jnp.zeros(target.shape, hidden.dtype))
+    R = target.shape[1]
+    chunk = next(c for c in range(min(LOGITS_CHUNK, R), 0, -1) if R % c == 0)
+    return Reading(*token_log_probs(model, hidden, target, temperature, used, chunk))
+
+
+def read_rows(
+    definition: Definition,
+    params: Mapping[str, jax.Array],
+    forest: Forest,
+    temperature: jax.Array,
+    readout: Readout = "log_prob",
+) -> Reading:
+    """Of each branch's trained tokens, `[S, L]` (0 where there is none); each is read at its parent."""
+    model = definition.bind(params)
+    hidden = model(jnp.asarray(forest.tokens), jnp.asarray(forest.positions), ForestContext(forest.blocks, model.dtype))
+    B, T, _ = hidden.shape
+    at_parent = jnp.take_along_axis(hidden, forest.read[..., None], axis=1)
+    used = jnp.zeros(B * T, bool).at[jnp.where(forest.mask, forest.index, B * T)].set(True, mode="drop").reshape(B, T)
+    rows = _read(model, readout, at_parent, jnp.asarray(forest.target), temperature, used)
+    return Reading(*(jnp.where(forest.mask, jnp.take(x.reshape(B * T), forest.index), 0.0) for x in rows))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class SegmentArrays:
+    """A padded segment of `rl.tries` on the device."""
+
+    tokens: Array
+    """int32 [T]"""
+    start: Array
+    """int32 []"""
+    count: Array
+    """int32 []: tokens that are not padding"""
+    read: Array
+    """int32 [R]"""
+    target: Array
+    """int32 [R]"""
+    used: Array
+    """bool [R]"""
+
+
+def read_segment(
+    definition: Definition,
+    params: Mapping[str, jax.Array],
+    keys: jax.Array,
+    values: jax.Array,
+    segment: SegmentArrays,
+    temperature: jax.Array,
+    readout: Readout,
+) -> tuple[Reading, tuple[jax.Array, jax.Array]]:
+    """Of a segment's reads, `[R]`; and its own keys and values `[L, T, K, h]`.
+
+    keys and values are the path buffer's, `[L, C, K, h]`: of the segment's ancestors, each at its position.
+    """
+    model = definition.bind(params)
+    start, count = jnp.asarray(segment.start), jnp.asarray(segment.count)
+    tokens = jnp.asarray(segment.tokens)
+    wide = tuple(x.astype(accumulator(definition.dtype)) for x in (keys, values))
+    hidden, new = model.scan(
+        tokens,
+        start + jnp.arange(tokens.shape[0], dtype=jnp.int32),
+        wide,
+        lambda mine: (PathContext(mine[0], mine[1], start, count, definition.dtype), 0),
+    )
+    at_parent = jnp.take(hidden, jnp.asarray(segment.read), axis=0)[None]
+    target, used = jnp.asarray(segment.target)[None], jnp.asarray(segment.used)[None]
+    reading = _read(model, readout, at_parent, target, temperature, used)
+    return Reading(*(jnp.where(used[0], x[0], 0.0) for x in reading)), new

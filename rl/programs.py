@@ -1,0 +1,201 @@
+"""The device side of a step: pure functions, and their compiled programs.
+
+Legend: S branches of a micro-batch, L trained tokens of the longest branch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models.layers import accumulator
+from models.transformer import Definition, Params
+from rl.batch import Totals, loss_batch
+from rl.forest import Branch, Forest, Layout
+from rl.forward import Reading, read_rows
+from rl.loss_batch import LossBatch
+from rl.losses import Readout
+from rl.objective import Objective
+from rl.optimizer import OptimizerConfig
+from rl.tries import plan
+from sharding.reshard import abstract
+from sharding.rules import Rules
+
+BATCH_AXES = ("data", "fsdp")
+"""mesh axes over which rows are split"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class TrainState:
+    masters: Any
+    """name -> float32 array"""
+    optimizer: Any
+    """of the weights that are not frozen"""
+    step: Any
+    """int32 []: optimizer steps taken"""
+
+
+class Programs:
+    """What a step runs on the devices, under one mesh and one layout.
+
+    Args:
+        objectives: by name; all have one readout.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        layout: Layout,
+        optimizer: OptimizerConfig,
+        objectives: Mapping[str, Objective],
+        mesh: Mesh,
+        rules: Rules,
+    ):
+        ways = int(np.prod([mesh.shape.get(axis, 1) for axis in BATCH_AXES]))
+        if layout.rows % ways:
+            raise ValueError(
+                f"trainer.rows: {layout.rows} rows cannot be split over {ways} devices on the axes {BATCH_AXES}; use a multiple"
+            )
+        readouts: list[Readout] = [objective.readout for objective in objectives.values()]
+        assert len(set(readouts)) == 1, readouts
+        self.readout: Readout = readouts[0]
+        self.definition, self.layout, self.objectives = definition, layout, objectives
+        self.optimizer = optimizer.build()
+        self.trained = optimizer.trained(definition.weights)
+        self.accum = accumulator(definition.dtype)
+        self.shardings = rules.shardings(mesh, definition.weights)
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+        self._rows = NamedSharding(mesh, PartitionSpec(axes or None))
+        self.grad_shardings = {name: self.shardings[name] for name in self.trained}
+        like = abstract({name: definition.weights[name] for name in self.trained}, self.accum, self.shardings)
+        self._optimizer_shardings = optax.tree_map_params(
+            self.optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self.optimizer.init, like),
+            self.grad_shardings,
+            transform_non_params=lambda _: self.replicated,
+        )
+        self.zeros = jax.jit(
+            lambda: {name: jnp.zeros(x.shape, self.accum) for name, x in like.items()}, out_shardings=self.grad_shardings
+        )
+        """float32 gradients of nothing"""
+        self._compiled: dict[str, Any] = {}
+
+    def init(self, masters: Params) -> TrainState:
+        """The state before the first step."""
+        init = jax.jit(self.optimizer.init, out_shardings=self._optimizer_shardings)
+        return TrainState(dict(masters), init({name: masters[name] for name in self.trained}), self.put(np.zeros((), np.int32)))
+
+    def state_shardings(self) -> TrainState:
+        return TrainState(self.shardings, self._optimizer_shardings, self.replicated)
+
+    # ---- pure functions
+
+    def accumulate(self, loss: str, params: Params, grads: Params, forest: Forest, batch: LossBatch, temperature: jax.Array):
+        """One micro-batch's gradients added to `grads`, and its metric sums."""
+
+        def share(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+            reading = self.score({**params, **trained}, forest, temperature)
+            return self.objectives[loss](reading.out, batch, entropy=reading.entropy)
+
+        new, sums = jax.grad(share, has_aux=True)({name: params[name] for name in self.trained})
+        return {name: grads[name] + new[name] for name in new}, sums
+
+    def score(self, params: Params, forest: Forest, temperature: jax.Array) -> Reading:
+        """Readings of one micro-batch, `[S, L]`."""
+        return read_rows(self.definition, params, forest, jnp.asarray(temperature), self.readout)
+
+    def loss_grad(self, loss: str, reading: Reading, batch: LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Cotangent of each reading, and metric sums."""
+
+        def share(out: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return self.objectives[loss](out, batch, entropy=jnp.asarray(reading.entropy))
+
+        return jax.grad(share, has_aux=True)(jnp.asarray(reading.out))
+
+    def pull(self, params: Params, grads: Params, forest: Forest, temperature: jax.Array, out_grads: jax.Array) -> Params:
+        """`grads` with one micro-batch's added, given the cotangent of each of its readings."""
+
+        def forward(trained: Params) -> jax.Array:
+            return self.score({**params, **trained}, forest, temperature).out
+
+        _, transpose = jax.vjp(forward, {name: params[name] for name in self.trained})
+        [new] = transpose(jnp.asarray(out_grads))
+        return {name: grads[name] + new[name] for name in new}
+
+    def update(self, state: TrainState, grads: Params) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step; a gradient that is not finite changes nothing (`grad_norm` tells)."""
+        norm = optax.tree.norm(dict(grads))
+        trained = {name: state.masters[name] for name in self.trained}
+        updates, optimizer = self.optimizer.update(dict(grads), state.optimizer, trained)
+        masters: Any = optax.apply_updates(trained, updates)
+        new = TrainState({**state.masters, **masters}, optimizer, state.step + 1)
+        kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(norm), new, old), new, state)
+        return kept, {"grad_norm": norm, "update_norm": optax.tree.norm(updates)}
+
+    # ---- compiled
+
+    def lower(self, loss: str, two_passes: bool) -> dict[str, Any]:
+        """The lowered programs of a step by name, over abstract arguments with the shardings of a step."""
+
+        def like(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+        params = abstract(self.definition.weights, self.accum, self.shardings)
+        grads = {name: params[name] for name in self.trained}
+        optimizer = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(self.optimizer.init, grads),
+            self._optimizer_shardings,
+        )
+        state = TrainState(params, optimizer, jax.ShapeDtypeStruct((), np.int32, sharding=self.replicated))
+        one = plan([Branch(np.zeros(2, np.int32), np.array([False, True]))], replace(self.layout, path=0), 3)
+        forest = jax.tree.map(like, self.put_forest(one.micro_batches[0].forest))
+        batch = jax.tree.map(like, self.put(loss_batch([], [], Totals({}, 0), self.layout, 0, self.objectives[loss].needs)))
+        temperature = like(self.put(np.float32(1)))
+        matrix = jax.ShapeDtypeStruct((self.layout.branches, self.layout.length), self.accum, sharding=self.replicated)
+
+        def jit(function: Callable, donate: tuple[int, ...] = (), out: Any = self.replicated) -> Any:
+            return jax.jit(function, donate_argnums=donate, out_shardings=out)
+
+        both = (self.grad_shardings, self.replicated)
+        lowered = {
+            loss: jit(partial(self.accumulate, loss), (1,), both).lower(params, grads, forest, batch, temperature),
+            "score": jit(self.score).lower(params, forest, temperature),
+            "update": jit(self.update, (0,), (self.state_shardings(), self.replicated)).lower(state, grads),
+        }
+        if two_passes:
+            lowered[f"{loss} of readings"] = jit(partial(self.loss_grad, loss)).lower(Reading(matrix, matrix), batch)
+            lowered["pull"] = jit(self.pull, (1,), self.grad_shardings).lower(params, grads, forest, temperature, matrix)
+        return lowered
+
+    def warm_up(self, loss: str, two_passes: bool) -> None:
+        """Compiles them; after it nothing compiles."""
+        for name, lowered in self.lower(loss, two_passes).items():
+            if name not in self._compiled:
+                self._compiled[name] = lowered.compile()
+        jax.block_until_ready(self.zeros())
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        """A compiled program."""
+        assert name in self._compiled, f"{name!r} is not compiled: warm_up() first"
+        return self._compiled[name]
+
+    # ---- arguments
+
+    def put(self, tree: Any) -> Any:
+        """On every device."""
+        return jax.device_put(tree, self.replicated)
+
+    def put_forest(self, forest: Forest) -> Forest:
+        """Rows over the devices that split them, the rest on every one."""
+        places = {f.name: self.replicated if f.name in ("index", "mask") else self._rows for f in fields(Forest)}
+        return replace(forest, **{name: jax.device_put(getattr(forest, name), at) for name, at in places.items()})
