@@ -4,6 +4,8 @@ loop   where a step's time goes, and tokens per second of each phase
        [--config configs/tiny.py] [--config.key=value ...] [--steps 3]
 serve  the engine under a load, next to what the machine could do (launch/serving.py)
        --load uniform|grpo|agent --model DIR [--against transformers] [--requests-scale small]
+train  one training step, next to what the machine could do (launch/training.py)
+       [--model DIR] [--against transformers] [--scale small]
 kv     bytes of keys and values (launch/platforms.py)
        [--model NAME_OR_DIR | --config FILE] [--batch 64] [--context 32768]
 aot    the engine's programs compiled for a TPU topology, without a TPU (launch/platforms.py)
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch import platforms, serving
+from launch import platforms, serving, training
 from launch.cli import Parser, read_config, run_main, set_up_jax
 from rl.config import RunConfig, build
 from rl.files import Records
@@ -87,8 +89,10 @@ def main() -> None:
     command = names.add_parser("loop")
     command.add_argument("--config", default="configs/tiny.py")
     command.add_argument("--steps", type=int, default=3)
-    benchmarks: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop, "serve": serving.serve}
+    benchmarks: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop}
+    benchmarks |= {"serve": serving.serve, "train": training.train}
     serving.add_arguments(names.add_parser("serve"))
+    training.add_arguments(names.add_parser("train"))
     benchmarks |= platforms.add_commands(names)
     for each in names.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on the last line")

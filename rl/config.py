@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from inference.config import EngineConfig
-from rl.advantages import Baseline, Std
 from rl.build import UNLESS
 from rl.build import build as build
 from rl.corrections import KlKind, OldLogp
+from rl.credit import AdvantageConfig
 from rl.datasets import TooLong
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
@@ -77,9 +77,6 @@ class RolloutSection:
     max_tokens: int
     """most tokens sampled in a turn"""
     temperature: float = 1.0
-    std: Std = "population"
-    """what group advantages are divided by"""
-    baseline: Baseline = "mean"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +129,15 @@ class TrainerSection(OptimizerConfig, Placement):
             kl_coef=self.kl_coef,
             kl_kind=self.kl_kind,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSection(OptimizerConfig):
+    """The critic of advantages.kind = "gae": the policy's first weights with a value head, in the trainer's mesh and layout."""
+
+    learning_rate: float = 1e-5
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+    """of rl.losses.value"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +203,8 @@ class RunConfig:
     engine: EngineSection = field(default=NO_ENGINE, metadata={UNLESS: "data"})
     trainer: TrainerSection
     data: DataSection | None = None
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    critic: CriticSection = CriticSection()
     warmup: WarmupSection = WarmupSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -25,10 +25,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from models.compiles import CompileCounter
-from rl.advantages import group_advantages
 from rl.batch import Sample
 from rl.checkpoint import Checkpoints, split
 from rl.config import RunConfig
+from rl.credit import assign
 from rl.datasets import Dataset
 from rl.environments import EVAL_KEYS, TRAIN_KEYS
 from rl.files import Records, check_directory, lock, run_record, summary, write_whole
@@ -36,6 +36,8 @@ from rl.resume import begin, check_data, check_fork, save
 from rl.rollout import Rollout
 from rl.run import Run, export, make_run, warmup_keys
 from rl.supervised import DataRun, data_step, load_data, make_data_run, num_steps
+
+CRITIC_METRICS = ("loss", "return", "value_clipped", "explained_variance", "grad_norm", "update_norm")
 
 
 class Reporter(Protocol):
@@ -81,22 +83,6 @@ def _mean_reward(rollouts: Sequence[Rollout]) -> float:
     return float(np.mean(rewards))
 
 
-def samples_of(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list[Sample]:
-    """What the trainer gets of finished episodes: every branch, as one flat stream."""
-    return [
-        Sample(
-            ids=branch.ids,
-            weights=branch.weights,
-            logprobs=branch.logprobs,
-            advantages=branch.advantages,
-            versions=branch.versions,
-            episode=number,
-        )
-        for number, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True))
-        for branch in rollout.graph.branches(float(advantage))
-    ]
-
-
 def supervised_step(run: Run, step: int) -> dict[str, Any]:
     """One step on the tasks' own answers."""
     count = run.config.warmup.tasks
@@ -130,21 +116,25 @@ def reinforcement_step(
     records.rollouts(f"step_{step:06d}", rollouts)
     on_transcript(rollouts[0])
     rewards = [rollout.reward for rollout in rollouts]
-    groups = [(rollout.task.env, rollout.task.key) for rollout in rollouts]
-    advantages, scored = group_advantages(rewards, groups, std=config.std, baseline=config.baseline)
-    if not scored.any():
-        raise ValueError(f"environment: no episode of step {step} was scored; rollouts/step_{step:06d}.jsonl has their errors")
-    # An episode without a reward teaches nothing, and must not dilute the others' denominators.
-    kept = [pair for pair, counts in zip(zip(rollouts, advantages, strict=True), scored, strict=True) if counts]
-    metrics = run.trainer.train(samples_of(*zip(*kept, strict=True)), temperature=config.temperature)
+    samples, credit = assign(
+        rollouts,
+        run.config.advantages,
+        longest=config.max_tokens * run.config.environment.max_turns,
+        temperature=config.temperature,
+        policy=run.trainer,
+        critic=run.critic,
+    )
+    metrics = run.trainer.train(samples, temperature=config.temperature)
+    if run.critic is not None:
+        critic = run.critic.train(samples)
+        metrics |= {f"critic/{name}": critic[name] for name in CRITIC_METRICS if name in critic}
+        metrics |= {"time/critic_s": critic["time/pack_s"] + critic["time/train_s"]}
     lengths = [rollout.sampled_tokens for rollout in rollouts]
-    per_group = np.asarray(advantages).reshape(config.prompts, config.samples)
     reward_s = sum(rollout.environment_s for rollout in rollouts)
     return {
         "phase": "rl",
         "reward": float(np.mean([reward for reward in rewards if reward is not None])),
-        "zero_signal_groups": float((per_group == 0).all(axis=1).mean()),
-        "unscored": float(1 - scored.mean()),
+        **credit,
         "length_mean": float(np.mean(lengths)),
         "cut": float(np.mean([rollout.graph.episode.stop_reason == "length" for rollout in rollouts])),
         "prefix_hit_rate": sum(r.cached_tokens for r in rollouts) / sum(r.prompt_tokens for r in rollouts),

@@ -66,7 +66,7 @@ class Programs:
         readouts: list[Readout] = [objective.readout for objective in objectives.values()]
         assert len(set(readouts)) == 1, readouts
         self.readout: Readout = readouts[0]
-        self.definition, self.layout, self.objectives = definition, layout, objectives
+        self.definition, self.layout, self.objectives, self.mesh = definition, layout, objectives, mesh
         self.optimizer = optimizer.build()
         self.trained = optimizer.trained(definition.weights)
         self.accum = accumulator(definition.dtype)

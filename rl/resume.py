@@ -11,6 +11,7 @@ from rl.checkpoint import Checkpoints, locate, split
 from rl.config import RunConfig
 from rl.run import Run
 from rl.supervised import DataRun
+from rl.trainer import Trainer
 
 
 def check_fork(config: RunConfig, directory: Path, total: int) -> None:
@@ -47,7 +48,8 @@ def check_data(config: RunConfig, directory: Path, sha256: str | None) -> None:
 
 def begin(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, report: Callable[[str], None]) -> tuple[int, int]:
     """Puts the run where its newest checkpoint, or else the parent's, left it: its step, and the data cursor after it."""
-    like = {"policy": run.trainer.state}
+    trainers = _trainers(run)
+    like = {name: trainer.state for name, trainer in trainers.items()}
     found = checkpoints.resume(like, report)
     if found is not None:
         report(f"resuming from step {found[0]}")
@@ -58,7 +60,8 @@ def begin(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, report
     else:
         return 0, 0
     step, states, meta = found
-    run.trainer.state = states["policy"]
+    for name, trainer in trainers.items():
+        trainer.state = states[name]
     assert step == run.trainer.step, (step, run.trainer.step)
     if not checkpoints.steps():
         save(run, checkpoints, step, meta["cursor"], config_json)  # a fork's first: now its parent may be removed
@@ -69,4 +72,10 @@ def begin(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, report
 def save(run: Run | DataRun, checkpoints: Checkpoints, step: int, cursor: int, config_json: str) -> None:
     """Begins to write what `begin` needs to go on after this step."""
     meta = {"step": step, "cursor": cursor, "seed": run.config.seed, "config": json.loads(config_json)}
-    checkpoints.save(step, {"policy": run.trainer.state}, meta)
+    checkpoints.save(step, {name: trainer.state for name, trainer in _trainers(run).items()}, meta)
+
+
+def _trainers(run: Run | DataRun) -> dict[str, Trainer]:
+    """By the name of their state in a checkpoint."""
+    critic = run.critic if isinstance(run, Run) else None
+    return {"policy": run.trainer} | ({"critic": critic} if critic is not None else {})

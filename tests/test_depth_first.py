@@ -62,7 +62,7 @@ def episodes(draw: Any) -> list[Sample]:
     return samples
 
 
-def sample(ids: Sequence[int], mask: np.ndarray, rng: np.random.Generator, **fields: Any) -> Sample:
+def sample(ids: Any, mask: np.ndarray, rng: np.random.Generator, **fields: Any) -> Sample:
     n = len(ids)
     weights = np.where(mask, rng.choice([1, 0.5, 1 / 3], n), 0).astype(np.float32)
     near = (-np.log(V) + 0.3 * rng.standard_normal((2, n))).astype(np.float32)

@@ -81,7 +81,7 @@ MISTAKES = {
     "number for a bool": (["export=3"], r"config.export: expected bool, got 3"),
     "mesh of words": (["trainer.mesh={'data': 'x'}"], r"config.trainer.mesh.data: expected int, got 'x'"),
     "several": (["steps=x", "foo=1", "seed=y"], r"config.foo: unknown.*config.steps: expected int.*config.seed: expected int"),
-    "std": (["rollout.std=max"], r"config.rollout.std: expected one of \('none', 'sample', 'population'\), got 'max'"),
+    "std": (["advantages.std=max"], r"config.advantages.std: expected one of \('none', 'sample', 'population'\), got 'max'"),
     "number for numbers": (["engine.slot_buckets=32"], r"config.engine.slot_buckets: expected tuple\[int, ...\], got 32"),
     "words for numbers": (["engine.slot_buckets=(8, 'x')"], r"engine.slot_buckets: expected tuple\[int, ...\], got \(8, 'x'\)"),
     "number for ids": (["model.shape.eos_ids=2"], r"config.model.shape.eos_ids: expected tuple\[int, ...\], got 2"),
@@ -147,7 +147,7 @@ MISTAKES = {
         r"trainer.rules: 'ffn' is mapped to 'expert', but the mesh has",
     ),
     "rows": (["trainer.mesh.fsdp=2"], r"trainer.rows: 1 rows cannot be split over 2 devices"),
-    "loss": (["trainer.loss=ppo"], r"trainer.loss: 'ppo' is unknown; use one of"),
+    "loss": (["trainer.loss=poo"], r"trainer.loss: 'poo' is unknown; use one of"),
     "loss option": (["trainer.loss_options={'beta': 0.1}"], r"trainer.loss_options: 'grpo' does not know \['beta'\]"),
     "remat": (["trainer.remat=all"], r"remat: 'all' is unknown; use one of"),
 }
@@ -198,14 +198,14 @@ def test_mistakes_in_a_config_file(launched: Launch, tmp_path: Path) -> None:
 def test_overrides() -> None:
     """Literals, words, strings that look like numbers, keys that the file leaves to their default, and whole sections."""
     given = ["steps=7", "trainer.learning_rate=1e-4", "name=12", "run_dir=elsewhere", "export=false", "warmup.steps=2",
-             "engine.slot_buckets=(8, 32)", "evaluation={'tasks': 3}", "rollout.std=none", "trainer.mesh.fsdp=2",
+             "engine.slot_buckets=(8, 32)", "evaluation={'tasks': 3}", "advantages.std=none", "trainer.mesh.fsdp=2",
              "trainer.rules.embed=None", "trainer.rules.ffn=('fsdp', 'tensor')"]  # fmt: skip
     config: RunConfig = build(RunConfig, read_config(TINY, [f"--config.{text}" for text in given]))
     assert (config.steps, config.trainer.learning_rate, config.name, config.run_dir) == (7, 1e-4, "12", "elsewhere")
     assert config.export is False and config.warmup.steps == 2 and config.warmup.tasks == 16
     assert config.engine.slot_buckets == (8, 32) and config.evaluation.tasks == 3 and config.evaluation.samples == 4
     assert config.trainer.rules["embed"] is None and config.trainer.rules["ffn"] == ("fsdp", "tensor")
-    assert config.rollout.std == "none" and config.trainer.mesh == {"fsdp": 2, "tensor": 1}
+    assert config.advantages.std == "none" and config.trainer.mesh == {"fsdp": 2, "tensor": 1}
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)

@@ -16,10 +16,11 @@ import pytest
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from models.tokenizer import ByteTokenizer
+from rl.credit import AdvantageConfig, samples_of
 from rl.environments import Message, Reward, Step, Task, finish, make_task
 from rl.files import Records
 from rl.graph import Graph
-from rl.loop import reinforcement_step, samples_of
+from rl.loop import reinforcement_step
 from rl.renderers import ChatML
 from rl.rollout import Rollout, run_episodes
 
@@ -235,11 +236,13 @@ def test_unscored_episodes_do_not_dilute_the_step(tmp_path: Path) -> None:
         return {}
 
     run: Any = SimpleNamespace(
-        config=SimpleNamespace(rollout=SimpleNamespace(prompts=2, samples=3, temperature=1.0, std="none", baseline="mean"),
-                               warmup=SimpleNamespace(steps=0)),
+        config=SimpleNamespace(rollout=SimpleNamespace(prompts=2, samples=3, temperature=1.0, max_tokens=8),
+                               advantages=AdvantageConfig(std="none"), warmup=SimpleNamespace(steps=0),
+                               environment=SimpleNamespace(max_turns=1)),
         environment=Counting(1),
         engine=SimpleNamespace(stats=SimpleNamespace(computed_tokens=0)),
         trainer=SimpleNamespace(train=train),
+        critic=None,
         rollout=lambda *args, **options: rollouts,
     )  # fmt: skip
     records = Records(tmp_path, 0)
