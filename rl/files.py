@@ -20,7 +20,7 @@ from rl.checkpoint import split
 from rl.config import RunConfig, build
 from rl.rollout import Rollout
 
-CHANGEABLE = {"steps", "checkpoint", "transcripts_every", "export"}
+CHANGEABLE = {"steps", "data.epochs", "checkpoint", "transcripts_every", "export"}
 """config keys that a resumed run may change, and goes on bit for bit"""
 PLACES = {f"{side}.{key}" for side in ("trainer", "engine") for key in ("mesh", "rules", "first_device")}
 PLACES |= {"trainer.rows", "trainer.remat"}

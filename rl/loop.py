@@ -29,11 +29,13 @@ from rl.batch import Sample
 from rl.checkpoint import Checkpoints, split
 from rl.config import RunConfig
 from rl.credit import assign
+from rl.datasets import Dataset
 from rl.environments import EVAL_KEYS, TRAIN_KEYS
 from rl.files import Records, check_directory, lock, run_record, summary, write_whole
-from rl.resume import begin, check_fork, save
+from rl.resume import begin, check_data, check_fork, save
 from rl.rollout import Rollout
 from rl.run import Run, export, make_run, warmup_keys
+from rl.supervised import DataRun, data_step, load_data, make_data_run, num_steps
 
 CRITIC_METRICS = ("loss", "return", "value_clipped", "explained_variance", "grad_norm", "update_norm")
 
@@ -147,27 +149,37 @@ def reinforcement_step(
 def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, Any]:
     """Runs, or goes on with, a whole run; returns its summary."""
     directory = Path(config.run_dir) / config.name
-    total = config.warmup.steps + config.steps
     if moved := check_directory(directory, config_json):
         reporter.phase(f"config.{', config.'.join(moved)}: changed; going on within rounding, not bit for bit")
+    data = load_data(config, reporter.phase)
+    total = num_steps(config, data)
     check_fork(config, directory, total)
     if (done := _finished(directory, config, total)) is not None:
-        reporter.phase(f"all {total} steps are done; config.steps above {config.steps} goes on")
+        longer = "data.epochs" if config.data and config.data.epochs else "steps"
+        reporter.phase(f"all {total} steps are done; a larger config.{longer} goes on")
         return done
     reporter.phase("loading the model")
-    run = make_run(config)
+    run = make_run(config) if data is None else make_data_run(config, data)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_every)
     # the lock makes the folder, only now: a config that does not fit leaves none behind
     with lock(directory), closing(checkpoints):  # whatever happens, what is being written is written to its end
         renderer = run.renderer
         about = run_record(config_json, run.source, renderer.name, renderer.version, config.seed, config.fork)
+        about["data_sha256"] = data.sha256 if data else None
+        check_data(config, directory, about["data_sha256"])
         write_whole(directory / "run.json", json.dumps(about, indent=2))
         write_whole(directory / "config.json", config_json)
-        return _train(run, directory, total, checkpoints, config_json, reporter)
+        return _train(run, data, directory, total, checkpoints, config_json, reporter)
 
 
 def _train(
-    run: Run, directory: Path, total: int, checkpoints: Checkpoints, config_json: str, reporter: Reporter
+    run: Run | DataRun,
+    data: Dataset | None,
+    directory: Path,
+    total: int,
+    checkpoints: Checkpoints,
+    config_json: str,
+    reporter: Reporter,
 ) -> dict[str, Any]:
     config = run.config
     start, cursor = begin(run, checkpoints, config_json, reporter.phase)
@@ -181,17 +193,23 @@ def _train(
     compiles = CompileCounter()  # of steps and evaluations; writing a checkpoint may compile
 
     def evaluation(step: int) -> None:
-        if step not in evaluated:
+        if isinstance(run, Run) and step not in evaluated:
             reporter.phase(f"evaluating at step {step}")
             records.append("evaluations.jsonl", evaluate(run, step, records))
 
+    def task_step(run: Run, step: int, first: int) -> dict[str, Any]:
+        if step <= config.warmup.steps:
+            return supervised_step(run, step)
+        return reinforcement_step(run, step, records, lambda rollout: _show(run, reporter, step, rollout), first=first)
+
     def take(step: int) -> None:
         began = time.perf_counter()
-        if step <= config.warmup.steps:
-            metrics = supervised_step(run, step)
+        first = _cursor(config, step, start, cursor)
+        if data is not None:
+            metrics = data_step(run, data, first)
         else:
-            first = _cursor(config, step, start, cursor)
-            metrics = reinforcement_step(run, step, records, lambda rollout: _show(run, reporter, step, rollout), first=first)
+            assert isinstance(run, Run)
+            metrics = task_step(run, step, first)
         published = time.perf_counter()
         run.publish()
         ended = time.perf_counter()
@@ -221,8 +239,12 @@ def _train(
 
 
 def _cursor(config: RunConfig, step: int, start: int, cursor: int) -> int:
-    """The first train key of a step, of a run that goes on from `start` with `cursor`; supervised steps have their own keys."""
-    return cursor + max(0, step - 1 - max(start, config.warmup.steps)) * config.rollout.prompts
+    """The first train key, or example of a file, of a step of a run that goes on from `start` with `cursor`.
+
+    The supervised steps of the warm-up have keys of their own.
+    """
+    used = config.rollout.prompts if config.data is None else config.data.batch
+    return cursor + max(0, step - 1 - max(start, config.warmup.steps)) * used
 
 
 def _finished(directory: Path, config: RunConfig, total: int) -> dict[str, Any] | None:

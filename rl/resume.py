@@ -10,6 +10,7 @@ from pathlib import Path
 from rl.checkpoint import Checkpoints, locate, split
 from rl.config import RunConfig
 from rl.run import Run
+from rl.supervised import DataRun
 from rl.trainer import Trainer
 
 
@@ -31,7 +32,21 @@ def check_fork(config: RunConfig, directory: Path, total: int) -> None:
         raise ValueError(f"config.steps: the fork begins after step {step} of {total}; steps count from the parent's first one")
 
 
-def begin(run: Run, checkpoints: Checkpoints, config_json: str, report: Callable[[str], None]) -> tuple[int, int]:
+def check_data(config: RunConfig, directory: Path, sha256: str | None) -> None:
+    """Refuses to go on with another file than the run began with: the cursor would point into other examples.
+
+    Raises:
+        ValueError: its sha256 is not that of run.json.
+    """
+    path = directory / "run.json"
+    if config.data and path.exists() and json.loads(path.read_text())["data_sha256"] != sha256:
+        raise ValueError(
+            f"data.path: {config.data.path} has changed since the run in {directory} began; restore it, or give this run "
+            f"another config.name"
+        )
+
+
+def begin(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, report: Callable[[str], None]) -> tuple[int, int]:
     """Puts the run where its newest checkpoint, or else the parent's, left it: its step, and the data cursor after it."""
     trainers = _trainers(run)
     like = {name: trainer.state for name, trainer in trainers.items()}
@@ -54,12 +69,13 @@ def begin(run: Run, checkpoints: Checkpoints, config_json: str, report: Callable
     return step, meta["cursor"]
 
 
-def save(run: Run, checkpoints: Checkpoints, step: int, cursor: int, config_json: str) -> None:
+def save(run: Run | DataRun, checkpoints: Checkpoints, step: int, cursor: int, config_json: str) -> None:
     """Begins to write what `begin` needs to go on after this step."""
     meta = {"step": step, "cursor": cursor, "seed": run.config.seed, "config": json.loads(config_json)}
     checkpoints.save(step, {name: trainer.state for name, trainer in _trainers(run).items()}, meta)
 
 
-def _trainers(run: Run) -> dict[str, Trainer]:
+def _trainers(run: Run | DataRun) -> dict[str, Trainer]:
     """By the name of their state in a checkpoint."""
-    return {"policy": run.trainer} | ({"critic": run.critic} if run.critic is not None else {})
+    critic = run.critic if isinstance(run, Run) else None
+    return {"policy": run.trainer} | ({"critic": critic} if critic is not None else {})

@@ -24,8 +24,8 @@ from launch.cli import read_config
 from rl.checkpoint import META, REMOVED, TEMPORARY, Checkpoints, Damaged
 from rl.config import RunConfig, build
 from rl.loop import train
+from rl.programs import TrainState
 from rl.rollout import Rollout
-from rl.trainer import TrainState
 from sharding.mesh import make_mesh
 
 # ---- one checkpoint
