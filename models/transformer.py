@@ -128,11 +128,15 @@ class Transformer(nnx.Module):
             x, _ = jax.lax.scan(body, x, (jnp.arange(self.config.num_layers), weights))
         return rms_norm(x, published(self.norm[...], self.dtype), self.config.norm_eps)
 
+    @property
+    def output(self) -> tuple[str, jax.Array]:
+        """The head's products, as a spec for `dot`, and their weight."""
+        return ("td,vd->tv", self.embed[...]) if self.config.tied_head else ("td,dv->tv", self.head[...])
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states `[T, D]` -> `[T, V]`."""
-        if self.config.tied_head:
-            return dot("td,vd->tv", hidden, self.embed[...], self.dtype)
-        return dot("td,dv->tv", hidden, self.head[...], self.dtype)
+        spec, weight = self.output
+        return dot(spec, hidden, weight, self.dtype)
 
 
 def _named(model: Transformer) -> list[tuple[str, tuple, nnx.Param]]:
