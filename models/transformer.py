@@ -161,11 +161,15 @@ class Transformer(nnx.Module):
         """Hidden states `[..., D]` -> the critic's value of each, `[...]`."""
         return (hidden * jnp.broadcast_to(published(self.value[...], self.dtype), hidden.shape)).sum(axis=-1)
 
+    @property
+    def output(self) -> tuple[str, jax.Array]:
+        """The head's products, as a spec for `dot`, and their weight."""
+        return ("td,vd->tv", self.embed[...]) if self.config.tied_head else ("td,dv->tv", self.head[...])
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states `[T, D]` -> `[T, V]`."""
-        if self.config.tied_head:
-            return dot("td,vd->tv", hidden, self.embed[...], self.dtype)
-        return dot("td,dv->tv", hidden, self.head[...], self.dtype)
+        spec, weight = self.output
+        return dot(spec, hidden, weight, self.dtype)
 
 
 def _named(model: Transformer) -> list[tuple[str, tuple, nnx.Param]]:
