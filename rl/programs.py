@@ -146,21 +146,19 @@ class Programs:
     def lower(self, loss: str, two_passes: bool) -> dict[str, Any]:
         """The lowered programs of a step by name, over abstract arguments with the shardings of a step."""
 
-        def like(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        def like(x: Any, sharding: Any = self.replicated) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
 
         params = abstract(self.definition.weights, self.accum, self.shardings)
         grads = {name: params[name] for name in self.trained}
-        optimizer = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(self.optimizer.init, grads),
-            self._optimizer_shardings,
-        )
+        optimizer = jax.tree.map(like, jax.eval_shape(self.optimizer.init, grads), self._optimizer_shardings)
         state = TrainState(params, optimizer, jax.ShapeDtypeStruct((), np.int32, sharding=self.replicated))
         one = plan([Branch(np.zeros(2, np.int32), np.array([False, True]))], replace(self.layout, path=0), 3)
-        forest = jax.tree.map(like, self.put_forest(one.micro_batches[0].forest))
-        batch = jax.tree.map(like, self.put(loss_batch([], [], Totals({}, 0), self.layout, 0, self.objectives[loss].needs)))
-        temperature = like(self.put(np.float32(1)))
+        forest = one.micro_batches[0].forest
+        forest = replace(forest, **{name: jax.tree.map(partial(like, sharding=at), getattr(forest, name)) for name, at in
+                                    self._forest_places().items()})  # fmt: skip
+        batch = jax.tree.map(like, loss_batch([], [], Totals({}, 0), self.layout, 0, self.objectives[loss].needs))
+        temperature = like(np.float32(1))
         matrix = jax.ShapeDtypeStruct((self.layout.branches, self.layout.length), self.accum, sharding=self.replicated)
 
         def jit(function: Callable, donate: tuple[int, ...] = (), out: Any = self.replicated) -> Any:
@@ -197,5 +195,9 @@ class Programs:
 
     def put_forest(self, forest: Forest) -> Forest:
         """Rows over the devices that split them, the rest on every one."""
-        places = {f.name: self.replicated if f.name in ("index", "mask") else self._rows for f in fields(Forest)}
-        return replace(forest, **{name: jax.device_put(getattr(forest, name), at) for name, at in places.items()})
+        return replace(
+            forest, **{name: jax.device_put(getattr(forest, name), at) for name, at in self._forest_places().items()}
+        )
+
+    def _forest_places(self) -> dict[str, NamedSharding]:
+        return {f.name: self.replicated if f.name in ("index", "mask") else self._rows for f in fields(Forest)}
