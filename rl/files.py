@@ -208,32 +208,41 @@ def summary(records: Records, compile_s: float) -> dict[str, Any]:
     steps = [line for line in lines if line["phase"] == "rl"]
     evaluations = records.evaluations()
 
-    def over(key: str) -> float:
-        return sum(line[key] for line in steps)
+    def over(key: str, some: Sequence[Mapping[str, Any]] = steps) -> float:
+        return sum(line[key] for line in some)
 
     def at(index: int, key: str) -> float | None:
         return evaluations[index][key] if evaluations else None
 
-    few = max(1, min(5, len(steps) // 4))
-    ends = [np.mean([line["reward"] for line in part]) if part else None for part in (steps[:few], steps[-few:])]
+    trained = steps or lines  # a run that learns from a file has no others
+    preferences = [line for line in lines if line["phase"] == "dpo"]
     tokens = over("tokens")
     return {
+        **_ends("loss", trained),
+        **(_ends("pair_accuracy", preferences) if preferences else {}),
         "eval_before": at(0, "eval"),
         "eval_after": at(-1, "eval"),
         "greedy_before": at(0, "greedy"),
         "greedy_after": at(-1, "greedy"),
         "constant_answer": at(0, "constant_answer"),
-        "reward_first": ends[0],
-        "reward_last": ends[1],
+        **_ends("reward", steps),
         "steps": len(steps),
-        "sft_steps": len(lines) - len(steps),
+        "sft_steps": len(lines) - len(steps) - len(preferences),
+        "dpo_steps": len(preferences),
         "train_wall_s": sum(line["time/step_s"] for line in lines),
         "compile_s": compile_s,
         "rollout_tokens_per_s": over("sampled_tokens") / max(over("time/rollout_s"), 1e-9),
-        "train_tokens_per_s": over("tokens_in") / max(over("time/train_s"), 1e-9),
-        "forest_compression": over("tokens_in") / max(over("tokens_kept"), 1),
+        "train_tokens_per_s": over("tokens_in", trained) / max(over("time/train_s", trained), 1e-9),
+        "forest_compression": over("tokens_in", trained) / max(over("tokens_kept", trained), 1),
         "prefix_hit_rate": over("prefix_hit_rate") / max(len(steps), 1),
         "max_abs_logprob_gap": max((line["max_abs_gap"] for line in steps), default=0.0),
         "mean_k3": sum(line["k3"] * line["tokens"] for line in steps) / max(tokens, 1),
         "compiles_after_warmup": sum(line["compiles"] for line in lines),
     }
+
+
+def _ends(key: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Means over the first and the last few lines; None where there are none."""
+    few = max(1, min(5, len(lines) // 4))
+    parts = {"first": lines[:few], "last": lines[-few:]}
+    return {f"{key}_{end}": float(np.mean([line[key] for line in part])) if part else None for end, part in parts.items()}

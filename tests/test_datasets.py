@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.data.needle import examples
 from launch.cli import read_config
 from models.tokenizer import ByteTokenizer
 from rl.config import RunConfig, build
@@ -19,6 +20,7 @@ from rl.loop import train
 from rl.renderers import ChatML, Qwen3, Renderer, SmolLM2
 from rl.rollout import Rollout
 
+REPO = Path(__file__).parents[1]
 TOKENIZER = ByteTokenizer()
 RENDERERS: tuple[Renderer, ...] = (ChatML(TOKENIZER), SmolLM2(TOKENIZER))
 CHATML = RENDERERS[0]
@@ -182,6 +184,15 @@ def test_long_ones(tmp_path: Path) -> None:
         load(path, "sft", CHATML, 3, "drop")
 
 
+def test_the_files_in_configs() -> None:
+    """They are what their command writes; every rejected answer stands in its own text, and is another."""
+    for name, lines in examples().items():
+        path = REPO / "configs/data" / name
+        assert path.read_text() == "".join(json.dumps(line) + "\n" for line in lines)
+        assert len(loaded(path, name[7:10]).examples) == 64
+        assert all(line["rejected"] in line["prompt"] for line in lines if "rejected" in line)
+
+
 # ---- the order
 
 
@@ -207,8 +218,6 @@ def test_orders_differ() -> None:
 
 
 # ---- runs
-
-REPO = Path(__file__).parents[1]
 
 
 class Lines:
@@ -266,6 +275,7 @@ def test_supervised_run_goes_on(sums: Path, tmp_path: Path) -> None:
     assert all(line["phase"] == "sft" and line["tokens"] >= 8 for line in whole) and whole[3]["epoch"] == 12 / 7
     assert whole[-1]["nll"] < whole[0]["nll"] / 2
     assert result["compiles_after_warmup"] == 0 and result["sft_steps"] == 13 and result["eval_before"] is None
+    assert result["loss_last"] < result["loss_first"] and result["train_tokens_per_s"] > 0 and result["steps"] == 0
     assert "data.epochs goes on" in run(values)[2][-1]
 
     values = config_of(tmp_path / "b", sums, "sft", steps=0, data=data | {"epochs": 3})
@@ -289,6 +299,7 @@ def test_preferences_are_learned(pairs: Path, tmp_path: Path) -> None:
     assert [line["phase"] for line in whole] == ["dpo"] * 12
     assert whole[0]["pair_margin"] == 0 and whole[0]["loss"] == pytest.approx(np.log(2), rel=1e-6) and whole[0]["pairs"] == 4
     assert whole[-1]["pair_margin"] > 0.1 and whole[-1]["pair_accuracy"] == 1 and result["compiles_after_warmup"] == 0
+    assert result["dpo_steps"] == 12 and result["sft_steps"] == 0 and result["pair_accuracy_last"] == 1
     values = config_of(tmp_path / "b", pairs, "dpo")
     assert run(values | {"steps": 5})[0] == whole[:5]
     assert run(values)[0] == whole
