@@ -12,7 +12,10 @@ import numpy as np
 
 from models.layers import dot, exp_from, row_sum, tempered, turned
 from models.transformer import Transformer
+from sharding.vocabulary import Head
 
+PADDING = -1e30
+"""logit of what is no id: its weight is 0, and so is weight x logit"""
 TILE = 64
 """neighbouring tokens whose weights are summed first; the sampler draws a tile, then a token of it"""
 
@@ -41,20 +44,45 @@ class Tiles:
         return chosen - self.top_T1 - self.log_total_T1
 
 
-def tiles(logits_TV: jax.Array) -> Tiles:
-    """Logits may be -inf, but not a whole row of them."""
+def tiles(logits_TV: jax.Array, axes: tuple[str, ...] = ()) -> Tiles:
+    """Logits may be -inf, but not a whole row of them.
+
+    Args:
+        axes: mesh axes that split V; `tops` and `weights` are then of this device's part.
+    """
     T, V = logits_TV.shape
     if V % TILE:
         logits_TV = jnp.pad(logits_TV, [(0, 0), (0, -V % TILE)], constant_values=-jnp.inf)
     tops = jax.lax.stop_gradient(logits_TV).reshape(T, -1, TILE).max(axis=-1)
     top = tops.max(axis=-1, keepdims=True)
+    top = jax.lax.pmax(top, axes) if axes else top
     weights = row_sum(exp_from(logits_TV, top).reshape(T, -1, TILE))
-    return Tiles(tops_TN=tops, weights_TN=weights, top_T1=top, log_total_T1=jnp.log(row_sum(weights))[:, None])
+    total = _all_ids(row_sum(weights), axes)
+    return Tiles(tops_TN=tops, weights_TN=weights, top_T1=top, log_total_T1=jnp.log(total)[:, None])
+
+
+def _all_ids(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over the devices that have parts of the vocabulary."""
+    return jax.lax.psum(x, axes) if axes else x
 
 
 def log_prob(logits_TV: jax.Array, ids_T: jax.Array) -> jax.Array:
     """Log-softmax of `logits` at `ids`, `[T]`."""
     return tiles(logits_TV).log_probs(jnp.take_along_axis(logits_TV, ids_T[:, None], axis=-1))[:, 0]
+
+
+def _of_parts(logits_TV: jax.Array, ids_T: jax.Array, head: Head) -> tuple[jax.Array, jax.Array]:
+    """`log_prob` and `entropy` where each device has the logits of its part of the vocabulary."""
+    T, V = logits_TV.shape
+    logits_TV = jnp.where(jnp.broadcast_to(jnp.arange(V)[None] < head.count, (T, V)), logits_TV, PADDING)
+    parts = tiles(logits_TV, head.axes)
+    at = ids_T - head.first
+    mine = (at >= 0) & (at < head.count)
+    chosen = jnp.take_along_axis(logits_TV, jnp.clip(at, 0, V - 1)[:, None], axis=-1)
+    logp = parts.log_probs(_all_ids(jnp.where(mine[:, None], chosen, 0), head.axes))[:, 0]
+    held = jax.tree.map(jax.lax.stop_gradient, parts)
+    log_p = held.log_probs(jax.lax.stop_gradient(logits_TV))
+    return logp, -_all_ids((jnp.exp(log_p) * log_p).sum(axis=-1), head.axes)
 
 
 def entropy(logits_TV: jax.Array, parts: Tiles) -> jax.Array:
@@ -95,9 +123,48 @@ def token_log_probs(
     nothing. Rows stay a leading dim, so that a mesh that splits them splits this too. `temperature` has no gradient.
     """
     assert hidden_BTD.shape[1] % chunk == 0, (hidden_BTD.shape, chunk)
-    spec, weight = model.output
-    fixed = jax.lax.stop_gradient(temperature)
-    return _log_probs(hidden_BTD, weight, jnp.asarray(ids_BT), fixed, jnp.asarray(used_BT), spec, np.dtype(model.dtype), chunk)
+    head, ids, used = model.head_part(), jnp.asarray(ids_BT), jnp.asarray(used_BT)
+    temperature = jax.lax.stop_gradient(temperature)
+    if head.axes:
+        return _log_probs_of_parts(model, head, hidden_BTD, ids, temperature, used, chunk)
+    return _log_probs(hidden_BTD, head.weight, ids, temperature, used, model.head_spec, np.dtype(model.dtype), chunk)
+
+
+def _log_probs_of_parts(
+    model: Transformer,
+    head: Head,
+    hidden_BTD: jax.Array,
+    ids_BT: jax.Array,
+    temperature: jax.Array,
+    used_BT: jax.Array,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`token_log_probs` on a mesh: each device makes the logits of its part of the vocabulary (`sharding.vocabulary`)."""
+    (B, T, D), shards = hidden_BTD.shape, model.shards
+
+    def compute(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden, ids = (shards.everyones(x, head.axes, model.dtype) for x in (hidden, ids))
+        logits = model.products(hidden.reshape(-1, D), head.weight)
+        logits = tempered(logits, jnp.broadcast_to(temperature, logits.shape))
+        logp, spread = (shards.own(x.reshape(ids.shape), head.axes) for x in _of_parts(logits, ids.reshape(-1), head))
+        return logp, spread
+
+    def nothing(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((B, chunk), hidden.dtype), jnp.zeros((B, chunk), hidden.dtype)
+
+    @jax.checkpoint
+    def some(parts: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        hidden, ids, used = parts
+        return jax.lax.cond(used, compute, nothing, hidden, ids)
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    # all devices that compute a chunk together must agree to
+    used = shards.everyones(split(used_BT).any(axis=(1, 2))[None, :, None], head.axes, bool)
+    used = used.reshape(-1, T // chunk).any(axis=0)
+    logp, spread = jax.lax.map(some, (split(hidden_BTD), split(ids_BT), used))
+    return logp.swapaxes(0, 1).reshape(B, T), spread.swapaxes(0, 1).reshape(B, T)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
