@@ -111,7 +111,7 @@ def step(trainer: Trainer, samples: Sequence[Sample], loss: str = "grpo", **opti
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}, masters
 
 
-LAYOUT_METRICS = {"tokens_kept", "compression", "padding", "micro_batches"}
+LAYOUT_METRICS = {"flops", "tokens_kept", "compression", "padding", "micro_batches"}
 
 
 def compare(ours: tuple[dict[str, float], Masters], theirs: tuple[dict[str, float], Masters], tolerance: float) -> None:
