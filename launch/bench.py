@@ -16,6 +16,7 @@ aot    the engine's programs compiled for a TPU topology, without a TPU (launch/
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import platforms, serving, training, tree
-from launch.cli import Parser, read_config, run_main, set_up_jax
+from launch.cli import Parser, read_config, run_main, set_up_jax, use_huge_pages
 from rl.config import RunConfig, build
 from rl.files import Records
 from rl.loop import evaluate, reinforcement_step
@@ -108,4 +109,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["train"]:
+        use_huge_pages()  # as launch.train does; the peer's process has them too
     run_main(main)
