@@ -6,6 +6,8 @@ serve  the engine under a load, next to what the machine could do (launch/servin
        --load uniform|grpo|agent --model DIR [--against transformers] [--requests-scale small]
 train  one training step, next to what the machine could do (launch/training.py)
        [--model DIR] [--against transformers] [--scale small]
+tree   training on a trie next to training on its branches without sharing (launch/tree.py)
+       [--scale small]
 kv     bytes of keys and values (launch/platforms.py)
        [--model NAME_OR_DIR | --config FILE] [--batch 64] [--context 32768]
 aot    the engine's programs compiled for a TPU topology, without a TPU (launch/platforms.py)
@@ -20,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch import platforms, serving, training
+from launch import platforms, serving, training, tree
 from launch.cli import Parser, read_config, run_main, set_up_jax
 from rl.config import RunConfig, build
 from rl.files import Records
@@ -90,9 +92,10 @@ def main() -> None:
     command.add_argument("--config", default="configs/tiny.py")
     command.add_argument("--steps", type=int, default=3)
     benchmarks: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop}
-    benchmarks |= {"serve": serving.serve, "train": training.train}
+    benchmarks |= {"serve": serving.serve, "train": training.train, "tree": tree.tree}
     serving.add_arguments(names.add_parser("serve"))
     training.add_arguments(names.add_parser("train"))
+    tree.add_arguments(names.add_parser("tree"))
     benchmarks |= platforms.add_commands(names)
     for each in names.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on the last line")

@@ -235,11 +235,21 @@ def _forest_attend_mass(
 ) -> tuple[jax.Array, jax.Array]:
     """The output `[B, T, H * h]` and the log of the sum of each query's weights `[B, T, H]`."""
     B, T, H, h = q.shape
-    size = _forest_chunk(q, blocks)
+    size, W = _forest_chunk(q, blocks), blocks.key.shape[-1] // KEY_BLOCK
+    # Key blocks that no query of a chunk lists would add zeros: a shorter list has the same bits.
+    widths = sorted({-(-W // 2**n) for n in range(3)})
+    needed = jnp.where(jnp.asarray(blocks.key) < T, jnp.arange(W * KEY_BLOCK)[None, None] // KEY_BLOCK + 1, 0).max((0, 2))
+    levels = sum((needed.reshape(-1, size).max(axis=1) > width).astype(jnp.int32) for width in widths[:-1])
+    levels = jnp.broadcast_to(levels, len(needed) // size)
 
     def body(index: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         query, key, visible = _chunk_of(blocks, index, size)
-        parts = _listed(_take(q, query), _take(k, key), _take(v, key), visible, dtype)
+
+        def attend(width: int) -> tuple[jax.Array, jax.Array]:
+            listed = key[..., : width * KEY_BLOCK]
+            return _listed(_take(q, query), _take(k, listed), _take(v, listed), visible[..., : width * KEY_BLOCK], dtype)
+
+        parts = jax.lax.switch(levels[index], [partial(attend, width) for width in widths])
         put = jax.vmap(lambda out, i, part: out.at[i].set(part, mode="drop"))
         return tuple(put(out, query, part) for out, part in zip(found, parts, strict=True))
 

@@ -11,7 +11,7 @@ then each of the five products contracts the last dim of its left operand, the o
 import jax
 import jax.numpy as jnp
 
-from models.layers import dot
+from models.layers import dot, row_sum
 
 SCORES = 1 << 20
 """most scores of a pair of blocks: on a CPU they should stay in cache"""
@@ -53,7 +53,7 @@ def forest_gradient(
         return x.reshape(B, N * s, heads, h)[:, :T]
 
     accum, g = g.dtype, g.reshape(q.shape)
-    delta = blocks((g * out.reshape(q.shape)).sum(-1, keepdims=True)).swapaxes(3, 4)
+    delta = blocks(row_sum(g * out.reshape(q.shape))[..., None]).swapaxes(3, 4)
     mass = blocks(log_mass[..., None], UNSEEN).swapaxes(3, 4)
     q, g, k, v = (blocks(x.astype(dtype)) for x in (q, g, k, v))
     k_turned = k.swapaxes(3, 4)

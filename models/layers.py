@@ -118,7 +118,8 @@ def restored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def turned(x: jax.Array) -> jax.Array:
-    """The transpose of a matrix, written out by way of three dims: XLA folds a plain one into the product that reads it."""
+    """The transpose of a matrix, written out by way of three dims. XLA folds a plain one into the product that reads it, which
+    XLA-CPU then runs in float32, or, where the right operand contracts its last dim, not at all (jax 0.10.2: an error)."""
     n, m = x.shape
     part = next((s for s in (64, 32, 16, 8, 4, 2) if n % s == 0), 1)
     return x.reshape(n // part, part, m).transpose(2, 0, 1).reshape(m, n)
@@ -207,7 +208,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    return x * _inverse_rms(x, eps) * jnp.broadcast_to(scale, x.shape)
+    return _rms_norm_forward(x, scale, eps)[0]
 
 
 def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
@@ -216,12 +217,12 @@ def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
 
 
 def _rms_norm_forward(x: jax.Array, scale: jax.Array, eps: float):
-    return _rms_norm(x, scale, eps), (x, scale)
-
-
-def _rms_norm_backward(eps: float, saved: tuple[jax.Array, jax.Array], g: jax.Array):
-    x, scale = saved
     inverse = _inverse_rms(x, eps)
+    return x * inverse * jnp.broadcast_to(scale, x.shape), (x, inverse, scale)
+
+
+def _rms_norm_backward(eps: float, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array):
+    x, inverse, scale = saved
     unit = x * inverse
     g_unit = g * jnp.broadcast_to(scale, x.shape)
     dx = inverse * (g_unit - unit * (row_sum(g_unit * unit) / x.shape[-1])[..., None])

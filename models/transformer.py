@@ -13,21 +13,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from models.attention import Context
 from models.config import ModelConfig
 from models.layers import dot, dots, gated, published, rms_norm, rope_tables, rotate
 from sharding.rules import Weight
+from sharding.shards import Shards, gathers
+from sharding.vocabulary import Head, lookup
+
+PRODUCT = "product"
+"""name of what remat `dots` keeps"""
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Kept, gathered weights (which products read reshaped) would add up to the whole model."""
+    return primitive.name != "reshape" and not gathers(params)
+
 
 REMAT = {
-    "none": None,
+    "none": _all_but_gathered,
     "block": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
 }
 """what a layer's backward finds saved: everything, only the layer's input, or also the results of its products"""
 
 Params = Mapping[str, jax.Array]
+ALONE = Shards()
 
 
 def weight(shape: tuple[int, ...], dims: tuple[str, ...], init: float) -> nnx.Param:
@@ -62,7 +75,7 @@ class Block(nnx.Module):
         """`[..., D] x [D, ...]` for each weight, as products of matrices."""
         arrays = [w[...] for w in weights]
         matrices = [array.reshape(array.shape[0], -1) for array in arrays]
-        outs = dots("td,df->tf", x.reshape(-1, x.shape[-1]), matrices, self.dtype)
+        outs = [checkpoint_name(out, PRODUCT) for out in dots("td,df->tf", x.reshape(-1, x.shape[-1]), matrices, self.dtype)]
         return [out.reshape(*x.shape[:-1], *array.shape[1:]) for out, array in zip(outs, arrays, strict=True)]
 
     def attention(self, layer, x: jax.Array, rope: tuple[jax.Array, jax.Array], context: Context) -> jax.Array:
@@ -71,6 +84,7 @@ class Block(nnx.Module):
         if hasattr(self, "q_norm"):
             q, k = self.norm(q, self.q_norm), self.norm(k, self.k_norm)
         out = context.attend(layer, rotate(q, rope, self.dtype), rotate(k, rope, self.dtype), v)
+        out = checkpoint_name(out, PRODUCT)
         w = self.o[...]
         return dot("te,ed->td", out.reshape(-1, out.shape[-1]), w.reshape(-1, w.shape[-1]), self.dtype).reshape(x.shape)
 
@@ -78,11 +92,13 @@ class Block(nnx.Module):
         gate, up = self.project(self.norm(x, self.mlp_norm), self.gate, self.up)
         return self.project(gated(gate, up, self.dtype), self.down)[0]
 
-    def __call__(self, layer, x: jax.Array, rope: tuple[jax.Array, jax.Array], context: Context) -> jax.Array:
+    def __call__(
+        self, layer, x: jax.Array, rope: tuple[jax.Array, jax.Array], context: Context, shards: Shards = ALONE
+    ) -> jax.Array:
         with jax.named_scope("attention"):
-            x = x + self.attention(layer, x, rope, context)
+            x = x + shards.total(self.attention(layer, x, rope, context), "heads")
         with jax.named_scope("mlp"):
-            return x + self.mlp(x)
+            return x + shards.total(self.mlp(x), "ffn")
 
 
 class Transformer(nnx.Module):
@@ -97,7 +113,7 @@ class Transformer(nnx.Module):
         D, V = config.model_dim, config.vocab_size
         if remat not in REMAT:
             raise ValueError(f"remat: {remat!r} is unknown; use one of {sorted(REMAT)}")
-        self.config, self.dtype, self.remat = config, dtype, remat
+        self.config, self.dtype, self.remat, self.shards = config, dtype, remat, ALONE
         self.embed = weight((V, D), ("vocab", "embed"), D**-0.5)
         if stacked:
             self.blocks = Block(config, dtype)
@@ -140,11 +156,12 @@ class Transformer(nnx.Module):
         def body(x: jax.Array, part: tuple[Any, Any]) -> tuple[jax.Array, Any]:
             state, mine = part
             context, layer = context_of(mine)
-            x = nnx.merge(definition, state)(layer, x, rope, context)
+            state = jax.tree.map(self._whole, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+            x = nnx.merge(definition, state)(layer, x, rope, context, self.shards)
             return x, getattr(context, "new", None)
 
-        if (policy := REMAT[self.remat]) is not None:
-            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        if self.remat != "none" or self.shards.mesh:
+            body = jax.checkpoint(body, policy=REMAT[self.remat], prevent_cse=False)
         x, new = jax.lax.scan(body, x, (weights, scanned))
         return self._end(x), new
 
@@ -152,20 +169,41 @@ class Transformer(nnx.Module):
         rope = rope_tables(self.config, positions, self.dtype)
         # XLA on CPU gathers 16-bit floats as float32, and would convert the whole table ahead of a decode loop.
         table, tokens = jax.lax.optimization_barrier((self.embed[...], tokens))
-        return published(jnp.take(table, tokens, axis=0), self.dtype), rope
+        return published(lookup(self.shards, table, tokens), self.dtype), rope
 
     def _end(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, published(self.norm[...], self.dtype), self.config.norm_eps)
+        return rms_norm(x, published(self._whole(self.norm)[...], self.dtype), self.config.norm_eps)
+
+    def _whole(self, w: Any) -> Any:
+        """A weight's variable, with all of the weight that products use on one device."""
+        return w.replace(self.shards.whole(w[...], w.get_metadata()["description"].dims, self.dtype))
 
     def values(self, hidden: jax.Array) -> jax.Array:
         """Hidden states `[..., D]` -> the critic's value of each, `[...]`."""
-        return (hidden * jnp.broadcast_to(published(self.value[...], self.dtype), hidden.shape)).sum(axis=-1)
+        return (hidden * jnp.broadcast_to(published(self._whole(self.value)[...], self.dtype), hidden.shape)).sum(axis=-1)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states `[T, D]` -> `[T, V]`."""
-        if self.config.tied_head:
-            return dot("td,vd->tv", hidden, self.embed[...], self.dtype)
-        return dot("td,dv->tv", hidden, self.head[...], self.dtype)
+        return self.products(hidden, self._unembedding[...])
+
+    @property
+    def _unembedding(self) -> nnx.Param:
+        """`[V, D]` where it is the table of embeddings, else `[D, V]`."""
+        return self.embed if self.config.tied_head else self.head
+
+    def head_part(self) -> Head:
+        """What this device has of the head; all of it where it is alone."""
+        w = self._unembedding
+        return Head.of(self.shards, w[...], w.get_metadata()["description"].dims, self.dtype)
+
+    @property
+    def head_spec(self) -> str:
+        """The head's products, for `dot`."""
+        return "td,vd->tv" if self.config.tied_head else "td,dv->tv"
+
+    def products(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        """Hidden states `[T, D]` -> logits of the head's ids, or of a part of them."""
+        return dot(self.head_spec, hidden, weight, self.dtype)
 
 
 def _named(model: Transformer) -> list[tuple[str, tuple, nnx.Param]]:
@@ -196,8 +234,10 @@ class Definition:
         self._graph = nnx.graphdef(model)
         self._named = _named(model)
 
-    def bind(self, params: Params) -> Transformer:
-        """A Transformer over these arrays (traced or real). Names must match exactly."""
+    def bind(self, params: Params, shards: Shards = ALONE) -> Transformer:
+        """A Transformer over these arrays (traced or real), or over this device's parts. Names must match exactly."""
         assert params.keys() == self.weights.keys(), sorted(params.keys() ^ self.weights.keys())
         state: Any = nnx.from_flat_state([(path, variable.replace(params[name])) for name, path, variable in self._named])
-        return nnx.merge(self._graph, state)
+        model = nnx.merge(self._graph, state)
+        model.shards = shards
+        return model

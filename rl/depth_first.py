@@ -26,7 +26,6 @@ from rl.forward import Reading, SegmentArrays, read_segment
 from rl.losses import Readout
 from rl.programs import Programs
 from rl.tries import Segment, Trie, segment_sizes
-from sharding.rules import Rules
 
 SHORTEST_CONTEXT = 512
 """contexts are a quarter of one another down to this"""
@@ -43,23 +42,25 @@ def contexts(layout: Layout) -> tuple[int, ...]:
 class DepthFirst:
     """The walk, and its compiled programs. Segments are replicated: weights alone are split over the mesh."""
 
-    def __init__(self, programs: Programs, mesh: Mesh, rules: Rules):
+    def __init__(self, programs: Programs, mesh: Mesh):
         self.definition, self.layout = programs.definition, programs.layout
         self.readout: Readout = programs.readout
         self.trained, self.shardings, self.replicated = programs.trained, programs.shardings, programs.replicated
         self.accum, config, layout = programs.accum, programs.definition.config, programs.layout
-        self._buffer = NamedSharding(mesh, rules.spec((None, None, "kv_heads", None), "path buffer"))
+        self.shards = programs.shards
+        self._buffer = NamedSharding(mesh, self.shards.spec(None, None, "kv_heads", None))
         self.contexts = contexts(layout)
         self._shape = (config.num_layers, self.contexts[-1], config.num_kv_heads, config.head_dim)
         self._zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=self._buffer)
-        self._programs: dict[tuple[str, int, int], Any] = {}
+        self.compiled: dict[tuple[str, int, int], Any] = {}
+        """(enter or leave, T, C) -> program"""
 
     # ---- programs
 
     def enter(self, C: int, params: Any, keys: jax.Array, values: jax.Array, segment: SegmentArrays, temperature: jax.Array):
         """Pure: a segment's readings, and the buffers with its keys and values."""
         part = tuple(x[:, :C] for x in (keys, values))
-        reading, new = read_segment(self.definition, params, part[0], part[1], segment, temperature, self.readout)
+        reading, new = read_segment(self.definition, params, part[0], part[1], segment, temperature, self.readout, self.shards)
         place = partial(jax.lax.dynamic_update_slice_in_dim, start_index=jnp.asarray(segment.start), axis=1)
         keys, values = (place(x, new.astype(x.dtype)) for x, new in zip((keys, values), new, strict=True))
         return reading, keys, values
@@ -81,7 +82,7 @@ class DepthFirst:
 
         def forward(trained: Any, keys: jax.Array, values: jax.Array):
             reading, new = read_segment(
-                self.definition, {**params, **trained}, keys, values, segment, temperature, self.readout
+                self.definition, {**params, **trained}, keys, values, segment, temperature, self.readout, self.shards
             )
             return reading.out, new
 
@@ -125,14 +126,14 @@ class DepthFirst:
             for C in self.contexts:
                 if C >= T:
                     for kind in ("enter", "leave"):
-                        if (kind, T, C) not in self._programs:
-                            self._programs[kind, T, C] = self.lower(kind, T, C).compile()
+                        if (kind, T, C) not in self.compiled:
+                            self.compiled[kind, T, C] = self.lower(kind, T, C).compile()
         jax.block_until_ready((self._empty(self.definition.dtype), self._empty(self.accum)))
 
     def _run(self, kind: str, segment: Segment, *arguments: Any) -> Any:
         C = next(C for C in self.contexts if segment.start + segment.size <= C)
-        assert (kind, segment.size, C) in self._programs, "warm_up() first"
-        return self._programs[kind, segment.size, C](*arguments)
+        assert (kind, segment.size, C) in self.compiled, "warm_up() first"
+        return self.compiled[kind, segment.size, C](*arguments)
 
     # ---- the walk
 

@@ -220,14 +220,14 @@ def pack(branches: Sequence[Branch], layout: Layout, share: bool = True) -> tupl
     """Branches -> micro-batches of rows of tries, each branch whole in one row.
 
     Args:
-        share: False repeats every prefix: dense packing, for comparison.
+        share: False repeats every prefix, and packs in the order given: dense packing, for comparison.
 
     Raises:
         ValueError: a branch that cannot fit, or whose first token is to be trained.
     """
     for number, branch in enumerate(branches):
         check_branch(number, branch, layout)
-    order = sort_branches(branches)
+    order = sort_branches(branches) if share else range(len(branches))
     rows: list[_Row] = []
     for number in order:
         if not rows or not rows[-1].fits(branches[number]):

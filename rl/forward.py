@@ -4,20 +4,22 @@ Legend: B rows, T tokens of a row or segment, R reads, S branches, L trained tok
 buffer, K kv heads, h head dim. For weights and buffers the leading L is layers.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from models.attention import Array, ForestContext
+from models.attention import Array, ForestBlocks, ForestContext
 from models.layers import accumulator
 from models.logprobs import token_log_probs
 from models.path import PathContext
-from models.transformer import Definition, Transformer
+from models.transformer import ALONE, Definition, Params, Transformer
 from rl.forest import Forest
 from rl.losses import Readout
+from sharding.shards import Shards
 
 LOGITS_CHUNK = 128
 """tokens whose logits exist at a time"""
@@ -45,19 +47,34 @@ def _read(
 
 def read_rows(
     definition: Definition,
-    params: Mapping[str, jax.Array],
+    params: Params,
     forest: Forest,
     temperature: jax.Array,
     readout: Readout = "log_prob",
+    shards: Shards = ALONE,
 ) -> Reading:
     """Of each branch's trained tokens, `[S, L]` (0 where there is none); each is read at its parent."""
-    model = definition.bind(params)
-    hidden = model(jnp.asarray(forest.tokens), jnp.asarray(forest.positions), ForestContext(forest.blocks, model.dtype))
-    B, T, _ = hidden.shape
-    at_parent = jnp.take_along_axis(hidden, forest.read[..., None], axis=1)
+    B, T = forest.tokens.shape
     used = jnp.zeros(B * T, bool).at[jnp.where(forest.mask, forest.index, B * T)].set(True, mode="drop").reshape(B, T)
-    rows = _read(model, readout, at_parent, jnp.asarray(forest.target), temperature, used)
-    return Reading(*(jnp.where(forest.mask, jnp.take(x.reshape(B * T), forest.index), 0.0) for x in rows))
+
+    def here(params: Params, forest: Forest, temperature: jax.Array, used: jax.Array) -> Reading:
+        model = definition.bind(params, shards)
+        context = ForestContext(forest.blocks, model.dtype)
+        hidden = model(jnp.asarray(forest.tokens), jnp.asarray(forest.positions), context)
+        at_parent = jnp.take_along_axis(hidden, forest.read[..., None], axis=1)
+        return _read(model, readout, at_parent, jnp.asarray(forest.target), temperature, used)
+
+    rows = shards.spec("B", "T")
+    places = shards.weight_specs(definition.weights), forest_specs(shards), PartitionSpec(), rows
+    out = shards.run(here, places, Reading(rows, rows))(params, forest, temperature, used)
+    return Reading(*(jnp.where(forest.mask, jnp.take(x.reshape(B * T), forest.index), 0.0) for x in out))
+
+
+def forest_specs(shards: Shards) -> Forest:
+    """How the devices of a mesh share a forest."""
+    rows, whole, nothing = shards.spec("B", "T"), shards.spec("B"), PartitionSpec()
+    blocks = ForestBlocks(end=whole, query=rows, key=rows)
+    return Forest(tokens=rows, positions=rows, blocks=blocks, read=rows, target=rows, index=nothing, mask=nothing)
 
 
 @jax.tree_util.register_dataclass
@@ -81,18 +98,38 @@ class SegmentArrays:
 
 def read_segment(
     definition: Definition,
-    params: Mapping[str, jax.Array],
+    params: Params,
     keys: jax.Array,
     values: jax.Array,
     segment: SegmentArrays,
     temperature: jax.Array,
     readout: Readout,
+    shards: Shards = ALONE,
 ) -> tuple[Reading, tuple[jax.Array, jax.Array]]:
     """Of a segment's reads, `[R]`; and its own keys and values `[L, T, K, h]`.
 
-    keys and values are the path buffer's, `[L, C, K, h]`: of the segment's ancestors, each at its position.
+    keys and values are the path buffer's, `[L, C, K, h]`: of the segment's ancestors, each at its position. Every device of a
+    mesh has the whole segment.
     """
-    model = definition.bind(params)
+    shards = shards.replicated()
+    nothing, buffer = PartitionSpec(), shards.spec(None, None, "kv_heads", None)
+    places = shards.weight_specs(definition.weights), buffer, buffer, nothing, nothing
+    here = partial(_read_segment, definition, readout, shards)
+    out = Reading(nothing, nothing), (buffer, buffer)
+    return shards.run(here, places, out)(params, keys, values, segment, temperature)
+
+
+def _read_segment(
+    definition: Definition,
+    readout: Readout,
+    shards: Shards,
+    params: Params,
+    keys: jax.Array,
+    values: jax.Array,
+    segment: SegmentArrays,
+    temperature: jax.Array,
+) -> tuple[Reading, tuple[jax.Array, jax.Array]]:
+    model = definition.bind(params, shards)
     start, count = jnp.asarray(segment.start), jnp.asarray(segment.count)
     tokens = jnp.asarray(segment.tokens)
     wide = tuple(x.astype(accumulator(definition.dtype)) for x in (keys, values))

@@ -37,6 +37,8 @@ from rl.rollout import Rollout
 from rl.run import Run, export, make_run, warmup_keys
 from rl.supervised import DataRun, data_step, load_data, make_data_run, num_steps
 
+SILENT_ALARM = 0.9
+"""share of groups without signal from which on a step warns"""
 CRITIC_METRICS = ("loss", "return", "value_clipped", "explained_variance", "grad_norm", "update_norm")
 
 
@@ -216,6 +218,11 @@ def _train(
         metrics |= {"time/publish_s": ended - published, "time/step_s": ended - began, "compiles": compiles.count}
         records.append("metrics.jsonl", {"step": step, **metrics})
         reporter.step(step, total, metrics)
+        if (silent := metrics.get("zero_signal_groups", 0)) >= SILENT_ALARM:
+            reporter.phase(
+                f"step {step}: all episodes of {silent:.0%} of the groups earned the same, so they teach nothing; choose tasks "
+                f"that are neither too easy nor too hard, or sample more of each"
+            )
 
     compiled = 0
     if start == (split(config.fork)[1] or 0):

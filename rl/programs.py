@@ -4,7 +4,7 @@ Legend: S branches of a micro-batch, L trained tokens of the longest branch.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from models.layers import accumulator
 from models.transformer import Definition, Params
 from rl.batch import Totals, loss_batch
 from rl.forest import Branch, Forest, Layout
-from rl.forward import Reading, read_rows
+from rl.forward import Reading, forest_specs, read_rows
 from rl.loss_batch import LossBatch
 from rl.losses import Readout
 from rl.objective import Objective
@@ -26,9 +26,7 @@ from rl.optimizer import OptimizerConfig
 from rl.tries import plan
 from sharding.reshard import abstract
 from sharding.rules import Rules
-
-BATCH_AXES = ("data", "fsdp")
-"""mesh axes over which rows are split"""
+from sharding.shards import ROWS, Shards
 
 
 @jax.tree_util.register_dataclass
@@ -58,10 +56,11 @@ class Programs:
         mesh: Mesh,
         rules: Rules,
     ):
-        ways = int(np.prod([mesh.shape.get(axis, 1) for axis in BATCH_AXES]))
+        self.shards = Shards.of(mesh, rules)
+        ways = int(np.prod([mesh.shape[axis] for axis in self.shards.rows]))
         if layout.rows % ways:
             raise ValueError(
-                f"trainer.rows: {layout.rows} rows cannot be split over {ways} devices on the axes {BATCH_AXES}; use a multiple"
+                f"trainer.rows: {layout.rows} rows cannot be split over {ways} devices on the axes {ROWS}; use a multiple"
             )
         readouts: list[Readout] = [objective.readout for objective in objectives.values()]
         assert len(set(readouts)) == 1, readouts
@@ -72,8 +71,10 @@ class Programs:
         self.accum = accumulator(definition.dtype)
         self.shardings = rules.shardings(mesh, definition.weights)
         self.replicated = NamedSharding(mesh, PartitionSpec())
-        axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
-        self._rows = NamedSharding(mesh, PartitionSpec(axes or None))
+        specs = forest_specs(self.shards)
+        self._forest_shardings: Forest = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+        )
         self.grad_shardings = {name: self.shardings[name] for name in self.trained}
         like = abstract({name: definition.weights[name] for name in self.trained}, self.accum, self.shardings)
         self._optimizer_shardings = optax.tree_map_params(
@@ -111,7 +112,7 @@ class Programs:
 
     def score(self, params: Params, forest: Forest, temperature: jax.Array) -> Reading:
         """Readings of one micro-batch, `[S, L]`."""
-        return read_rows(self.definition, params, forest, jnp.asarray(temperature), self.readout)
+        return read_rows(self.definition, params, forest, jnp.asarray(temperature), self.readout, self.shards)
 
     def loss_grad(self, loss: str, reading: Reading, batch: LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Cotangent of each reading, and metric sums."""
@@ -146,21 +147,17 @@ class Programs:
     def lower(self, loss: str, two_passes: bool) -> dict[str, Any]:
         """The lowered programs of a step by name, over abstract arguments with the shardings of a step."""
 
-        def like(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        def like(x: Any, sharding: Any = self.replicated) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
 
         params = abstract(self.definition.weights, self.accum, self.shardings)
         grads = {name: params[name] for name in self.trained}
-        optimizer = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(self.optimizer.init, grads),
-            self._optimizer_shardings,
-        )
+        optimizer = jax.tree.map(like, jax.eval_shape(self.optimizer.init, grads), self._optimizer_shardings)
         state = TrainState(params, optimizer, jax.ShapeDtypeStruct((), np.int32, sharding=self.replicated))
         one = plan([Branch(np.zeros(2, np.int32), np.array([False, True]))], replace(self.layout, path=0), 3)
-        forest = jax.tree.map(like, self.put_forest(one.micro_batches[0].forest))
-        batch = jax.tree.map(like, self.put(loss_batch([], [], Totals({}, 0), self.layout, 0, self.objectives[loss].needs)))
-        temperature = like(self.put(np.float32(1)))
+        forest = jax.tree.map(like, one.micro_batches[0].forest, self._forest_shardings)
+        batch = jax.tree.map(like, loss_batch([], [], Totals({}, 0), self.layout, 0, self.objectives[loss].needs))
+        temperature = like(np.float32(1))
         matrix = jax.ShapeDtypeStruct((self.layout.branches, self.layout.length), self.accum, sharding=self.replicated)
 
         def jit(function: Callable, donate: tuple[int, ...] = (), out: Any = self.replicated) -> Any:
@@ -196,6 +193,5 @@ class Programs:
         return jax.device_put(tree, self.replicated)
 
     def put_forest(self, forest: Forest) -> Forest:
-        """Rows over the devices that split them, the rest on every one."""
-        places = {f.name: self.replicated if f.name in ("index", "mask") else self._rows for f in fields(Forest)}
-        return replace(forest, **{name: jax.device_put(getattr(forest, name), at) for name, at in places.items()})
+        """Each row where it is computed."""
+        return jax.device_put(forest, self._forest_shardings)

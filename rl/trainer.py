@@ -68,7 +68,7 @@ class Trainer:
         self.loss, self.layout = objective.loss, layout
         self.definition = Definition(model, dtype, stacked=True, remat=remat, value_head=objective.readout == "value")
         self.programs = Programs(self.definition, layout, optimizer, self.objectives, mesh, rules)
-        self.walk = DepthFirst(self.programs, mesh, rules) if layout.path else None
+        self.walk = DepthFirst(self.programs, mesh) if layout.path else None
         self.state: TrainState = self.programs.init(masters)
         self.reference: Params | None = None
         """a frozen policy in the masters' dtype and place, for losses and advantages that read its log-probs"""

@@ -19,6 +19,8 @@ import pytest
 from models.config import ModelConfig, RopeScaling
 from models.layers import dot, exp_from, published, rms_norm, rope_frequencies, rope_tables, rotate, row_sum
 from models.logprobs import log_prob, token_log_probs
+from sharding.shards import Shards
+from sharding.vocabulary import Head
 
 ROWS = (2, 3, 8, 17, 100, 511)
 BF16 = jnp.bfloat16
@@ -212,7 +214,7 @@ def test_log_prob_rows(V: int) -> None:
 
 def test_log_prob_chunks() -> None:
     head = normal(1, 64, 264)
-    model: Any = SimpleNamespace(logits=lambda hidden: dot("td,dv->tv", hidden, head, BF16))
+    model: Any = SimpleNamespace(shards=Shards(), dtype=BF16, head_spec="td,dv->tv", head_part=lambda: Head(head, 0, 264, ()))
     hidden, ids = 4 * normal(0, 256, 64), np.random.default_rng(2).integers(0, 264, 256).astype(np.int32)
     used = np.arange(256) < 250
     function = jax.jit(partial(token_log_probs, model), static_argnums=4)

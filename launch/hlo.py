@@ -1,0 +1,104 @@
+"""Reads what a compiled program moves between devices, from its text.
+
+    for each in collectives(compiled.as_text()):
+        each.kind, each.times, each.bytes        "all-gather", 36, 33554432
+
+Loops are counted as often as the compiler knows that they run (`times`), each branch of a conditional as if it were taken.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\((.*)$")
+_SHAPE = re.compile(r"\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
+_TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
+
+
+@dataclass(frozen=True)
+class Collective:
+    kind: str
+    """one of KINDS"""
+    shapes: tuple[tuple[int, ...], ...]
+    """of its results"""
+    bytes: int
+    """of its results on one device; of a reduce-scatter's operands, which are the larger"""
+    times: int
+    """how often it runs; loops of unknown length count once"""
+    computation: str
+
+
+def _arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    return [(kind, tuple(int(n) for n in dims.split(",") if n)) for kind, dims in _SHAPE.findall(text)]
+
+
+def _bytes(kind: str, shape: tuple[int, ...]) -> int:
+    bits = 8 if kind == "pred" else int(re.findall(r"\d+", kind)[0])
+    return math.prod(shape) * bits // 8
+
+
+def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str]]], str]:
+    """name -> (result, operation, the rest of the line) of its instructions; and the name of the entry."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        if (start := _COMPUTATION.match(line)) is not None:
+            current = start[2]
+            found[current] = []
+            entry = current if start[1] else entry
+        elif (match := _INSTRUCTION.match(line)) is not None and current:
+            found[current].append((match[1], match[2], match[3]))
+    return found, entry
+
+
+def _collective(kind: str, operation: str, result: str, rest: str, times: int, computation: str) -> Collective:
+    arrays = _arrays(result)
+    if operation.endswith("-start") and kind != "all-reduce":
+        arrays = [array for array in arrays if array != ("u32", ())]
+        arrays = arrays[len(arrays) // 2 :]  # the first half repeats the operands
+    ways = 1
+    if kind == "reduce-scatter" and (groups := _GROUPS.search(rest)) is not None:
+        ways = int(groups[2]) if groups[2] else len(groups[1].split(","))
+    shapes = tuple(shape for _, shape in arrays)
+    return Collective(kind, shapes, ways * sum(_bytes(*array) for array in arrays), times, computation)
+
+
+def collectives(text: str) -> list[Collective]:
+    """Of a compiled program (`compiled.as_text()`), in the order of its computations.
+
+    Raises:
+        ValueError: the text has no entry computation.
+    """
+    found, entry = _computations(text)
+    if not entry:
+        raise ValueError("collectives: no ENTRY computation; give the text of a compiled program, compiled.as_text()")
+
+    def walk(name: str, times: int) -> Iterator[Collective]:
+        for result, operation, rest in found.get(name, ()):
+            kind = operation.removesuffix("-start")
+            if kind in KINDS:
+                yield _collective(kind, operation, result, rest, times, name)
+                continue
+            trips = _TRIPS.search(rest)
+            inner = times * int(trips[1]) if operation == "while" and trips else times
+            called = _CALLED.findall(rest) + [n.strip(" %") for part in _BRANCHES.findall(rest) for n in part.split(",")]
+            for each in called:
+                yield from walk(each, inner)
+
+    return list(walk(entry, 1))
+
+
+def moved(found: list[Collective]) -> dict[str, dict[str, int]]:
+    """Of each kind: how many run, and their bytes on one device."""
+    result: dict[str, dict[str, int]] = {}
+    for each in found:
+        kind = result.setdefault(each.kind, {"count": 0, "bytes": 0})
+        kind["count"] += each.times
+        kind["bytes"] += each.times * each.bytes
+    return dict(sorted(result.items()))
