@@ -237,7 +237,7 @@ def test_unscored_episodes_do_not_dilute_the_step(tmp_path: Path) -> None:
 
     run: Any = SimpleNamespace(
         config=SimpleNamespace(rollout=SimpleNamespace(prompts=2, samples=3, temperature=1.0, max_tokens=8),
-                               advantages=AdvantageConfig(std="none"), warmup=SimpleNamespace(steps=0),
+                               advantages=AdvantageConfig(std="none"), warmup=SimpleNamespace(steps=0), data=None,
                                environment=SimpleNamespace(max_turns=1)),
         environment=Counting(1),
         engine=SimpleNamespace(stats=SimpleNamespace(computed_tokens=0)),
