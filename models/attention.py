@@ -11,7 +11,7 @@ whoever asks, whatever shares its block and however far the list is padded.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from models.layers import COLUMNS, accumulator, dot, exp_from, published
+from sharding.shards import Shards
 
 KEY_BLOCK = 128
 """keys summed in one product; a key's place in its list fixes its block"""
@@ -162,9 +163,9 @@ def attend_blocks(
     return attend_lists(q_NQHh, k, v, visible, Equal(W), dtype)
 
 
-def blocks_per_chunk(num_blocks: int, scores_per_block: int) -> int:
+def blocks_per_chunk(num_blocks: int, scores_per_block: int, platform: str) -> int:
     """The largest divisor of `num_blocks` whose scores fit SCORES_PER_CHUNK (at least 1)."""
-    limit = SCORES_PER_CHUNK.get(jax.default_backend(), 1 << 27)
+    limit = SCORES_PER_CHUNK.get(platform or jax.default_backend(), 1 << 27)
     fitting = (n for n in range(num_blocks, 0, -1) if num_blocks % n == 0 and n * scores_per_block <= limit)
     return next(fitting, 1)
 
@@ -185,6 +186,10 @@ class ForestBlocks:
     """int32 [B, N, Q]: row places of a block's queries"""
     key: Array
     """int32 [B, N, C]: row places of a block's keys; those in key block w have depths in [w, w + 1) * KEY_BLOCK"""
+    first: Array | None = None
+    """int32 []: row place of the first query that is here; None: all are"""
+    platform: str = field(default="", metadata={"static": True})
+    """that computes them; empty: this process's own"""
 
 
 def _chunk_of(blocks: ForestBlocks, index: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -194,6 +199,11 @@ def _chunk_of(blocks: ForestBlocks, index: jax.Array, size: int) -> tuple[jax.Ar
     key_end = jax.vmap(lambda end, key: jnp.take(end, key))(end, key)
     visible = (key[:, :, None] <= query[..., None]) & (query[..., None] < key_end[:, :, None])
     return query, key, visible
+
+
+def _here(blocks: ForestBlocks, query: jax.Array) -> jax.Array:
+    """Row places as places of the queries that are here; past them where there is none."""
+    return query if blocks.first is None else query - blocks.first
 
 
 def _take(x_BT: jax.Array, index: jax.Array) -> jax.Array:
@@ -216,8 +226,9 @@ def _forest_attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlock
 
     def body(index: jax.Array, out: jax.Array) -> jax.Array:
         query, key, visible = _chunk_of(blocks, index, size)
-        part = _listed(_take(q, query), _take(k, key), _take(v, key), visible, dtype)
-        return jax.vmap(lambda out, i, part: out.at[i].set(part, mode="drop"))(out, query, part)
+        here = _here(blocks, query)
+        part = _listed(_take(q, here), _take(k, key), _take(v, key), visible, dtype)
+        return jax.vmap(lambda out, i, part: out.at[i].set(part, mode="drop"))(out, here, part)
 
     return jax.lax.fori_loop(0, _forest_live(q, blocks), body, jnp.zeros((B, T, H * h), q.dtype))
 
@@ -225,11 +236,11 @@ def _forest_attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlock
 def _forest_chunk(q: jax.Array, blocks: ForestBlocks) -> int:
     B, _, H, _ = q.shape
     N, Q = blocks.query.shape[1:]
-    return blocks_per_chunk(N, B * Q * H * blocks.key.shape[-1])
+    return blocks_per_chunk(N, B * Q * H * blocks.key.shape[-1], blocks.platform)
 
 
 def _forest_live(q: jax.Array, blocks: ForestBlocks) -> jax.Array:
-    return _live_chunks((jnp.asarray(blocks.query) < q.shape[1]).any(axis=(0, 2)), _forest_chunk(q, blocks))
+    return _live_chunks((jnp.asarray(blocks.query) < blocks.end.shape[1]).any(axis=(0, 2)), _forest_chunk(q, blocks))
 
 
 def _forest_forward(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike):
@@ -238,20 +249,21 @@ def _forest_forward(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBloc
 
 def _forest_backward(dtype: DTypeLike, saved: tuple[jax.Array, jax.Array, jax.Array, ForestBlocks], g: jax.Array):
     q, k, v, blocks = saved
-    T = q.shape[1]
+    T = blocks.end.shape[1]
     size = _forest_chunk(q, blocks)
 
     def body(index: jax.Array, grads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         query, key, visible = _chunk_of(blocks, index, size)
-        parts = _take(q, query), _take(k, key), _take(v, key)
+        here = _here(blocks, query)
+        parts = _take(q, here), _take(k, key), _take(v, key)
         _, transpose = jax.vjp(lambda q, k, v: _listed(q, k, v, visible, dtype), *parts)
         asked = jnp.broadcast_to((query < T)[..., None], (*query.shape, g.shape[-1]))
-        new = transpose(jnp.where(asked, _take(g, query), 0))
+        new = transpose(jnp.where(asked, _take(g, here), 0))
         add = jax.vmap(lambda total, i, part: total.at[i].add(part, mode="drop"))
         # Rows of one flat dim scatter 10x faster than [K, h] (CPU).
         return tuple(
             add(total, index, part.reshape(*index.shape, -1))
-            for total, index, part in zip(grads, (query, key, key), new, strict=True)
+            for total, index, part in zip(grads, (here, key, key), new, strict=True)
         )
 
     zeros = tuple(jnp.zeros((*x.shape[:2], x.shape[2] * x.shape[3]), x.dtype) for x in (q, k, v))
@@ -263,7 +275,10 @@ _forest_attend.defvjp(_forest_forward, _forest_backward)
 
 
 def forest_attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike) -> jax.Array:
-    """q `[B, T, H, h]`, k and v `[B, T, K, h]`, float32 but rounded as the page pool rounds them -> `[B, T, H * h]`."""
+    """q `[B, T, H, h]`, k and v `[B, T, K, h]`, float32 but rounded as the page pool rounds them -> `[B, T, H * h]`.
+
+    With `blocks.first`, q is of a part of the row, k and v of all of it.
+    """
     return _forest_attend(q, k, v, blocks, dtype)
 
 
@@ -273,7 +288,10 @@ class ForestContext:
 
     blocks: ForestBlocks
     dtype: DTypeLike
+    shards: Shards = field(default_factory=Shards)
+    """where the row's tokens are split, keys and values of all come here (Li et al., 2105.13120, all-gather form)"""
 
     def attend(self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # Rounded as the page pool rounds them, but kept wide so that gradients of shared keys add up in float32.
-        return forest_attend(q, published(k, self.dtype), published(v, self.dtype), self.blocks, self.dtype)
+        k, v = (self.shards.everyones(published(x, self.dtype), self.shards.context, self.dtype) for x in (k, v))
+        return forest_attend(q, k, v, self.blocks, self.dtype)

@@ -165,6 +165,7 @@ def layout_of(config: RunConfig) -> Layout:
         context=-(-context // KEY_BLOCK) * KEY_BLOCK,
         branches=most,
         length=config.rollout.max_tokens * config.environment.max_turns,
+        shards=config.trainer.mesh.get("context", 1),
     )
 
 
