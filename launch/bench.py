@@ -10,8 +10,8 @@ tree   training on a trie next to training on its branches without sharing (laun
        [--scale small]
 kv     bytes of keys and values (launch/platforms.py)
        [--model NAME_OR_DIR | --config FILE] [--batch 64] [--context 32768]
-aot    the engine's programs compiled for a TPU topology, without a TPU (launch/platforms.py)
-       [--config configs/qwen3_8b_v6e8.py] [--config.key=value ...] [--topology v6e:2x4] [--tensor CHIPS]
+aot    the engine's programs, or the training step, compiled for a TPU topology, without a TPU (launch/aot.py)
+       [--train] [--config configs/qwen3_8b_v6e8.py] [--config.key=value ...] [--topology v6e:2x4] [--tensor CHIPS]
 """
 
 import argparse
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch import platforms, serving, training, tree
+from launch import aot, platforms, serving, training, tree
 from launch.cli import Parser, read_config, run_main, set_up_jax, use_huge_pages
 from rl.config import RunConfig, build
 from rl.files import Records
@@ -97,7 +97,7 @@ def main() -> None:
     serving.add_arguments(names.add_parser("serve"))
     training.add_arguments(names.add_parser("train"))
     tree.add_arguments(names.add_parser("tree"))
-    benchmarks |= platforms.add_commands(names)
+    benchmarks |= platforms.add_commands(names) | aot.add_commands(names)
     for each in names.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     arguments, arguments.overrides = parser.parse_known_args()

@@ -1,4 +1,4 @@
-"""Reads what a compiled program moves between devices, from its text.
+"""Reads what a compiled program moves between devices, from its text; and what a traced one multiplies.
 
     for each in collectives(compiled.as_text()):
         each.kind, each.times, each.bytes        "all-gather", 36, 33554432
@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
@@ -17,6 +18,8 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
 
@@ -62,11 +65,32 @@ def _collective(kind: str, operation: str, result: str, rest: str, times: int, c
     if operation.endswith("-start") and kind != "all-reduce":
         arrays = [array for array in arrays if array != ("u32", ())]
         arrays = arrays[len(arrays) // 2 :]  # the first half repeats the operands
-    ways = 1
-    if kind == "reduce-scatter" and (groups := _GROUPS.search(rest)) is not None:
-        ways = int(groups[2]) if groups[2] else len(groups[1].split(","))
+    ways = _group_size(rest) if kind == "reduce-scatter" else 1
     shapes = tuple(shape for _, shape in arrays)
     return Collective(kind, shapes, ways * sum(_bytes(*array) for array in arrays), times, computation)
+
+
+def _group_size(rest: str) -> int:
+    """Devices that take part: {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}."""
+    if (groups := _GROUPS.search(rest)) is not None:
+        return int(groups[2]) if groups[2] else len(groups[1].split(","))
+    groups = _MESH.search(rest)
+    assert groups is not None, rest
+    sizes = {name: int(size) for name, size in (part.split("=") for part in groups[1].split(","))}
+    return math.prod(sizes[name] for name in groups[2].split(","))
+
+
+def _trips(rest: str, found: dict[str, list[tuple[str, str, str]]]) -> int:
+    """How often a loop runs, 1 where the compiler does not know: what it says, or the one number that its condition has."""
+    if (said := _TRIPS.search(rest)) is not None:
+        return int(said[1])
+    condition = _CONDITION.search(rest)
+    numbers = [
+        int(body.split(")")[0])
+        for result, operation, body in found.get(condition[1] if condition else "", ())
+        if operation == "constant" and result.startswith("s32[]")
+    ]
+    return numbers[0] if len(numbers) == 1 else 1
 
 
 def collectives(text: str) -> list[Collective]:
@@ -85,8 +109,7 @@ def collectives(text: str) -> list[Collective]:
             if kind in KINDS:
                 yield _collective(kind, operation, result, rest, times, name)
                 continue
-            trips = _TRIPS.search(rest)
-            inner = times * int(trips[1]) if operation == "while" and trips else times
+            inner = times * _trips(rest, found) if operation == "while" else times
             called = _CALLED.findall(rest) + [n.strip(" %") for part in _BRANCHES.findall(rest) for n in part.split(",")]
             for each in called:
                 yield from walk(each, inner)
@@ -102,3 +125,25 @@ def moved(found: list[Collective]) -> dict[str, dict[str, int]]:
         kind["count"] += each.times
         kind["bytes"] += each.times * each.bytes
     return dict(sorted(result.items()))
+
+
+def product_flops(jaxpr: Any) -> int:
+    """FLOPs of the products of a traced program: on one device of a `shard_map`, of every pass of a scan, of the dearer
+    branch of a conditional. Loops of unknown length are left out."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum(_flops(eqn) for eqn in inner.eqns)
+
+
+def _flops(eqn: Any) -> int:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    if name == "while":
+        return 0
+    if name == "cond":
+        return max(product_flops(branch) for branch in params["branches"])
+    times = params["length"] if name == "scan" else 1
+    called = (params.get(key) for key in ("jaxpr", "call_jaxpr"))
+    return times * sum(product_flops(each) for each in called if each is not None)

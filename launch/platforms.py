@@ -1,35 +1,23 @@
-"""What a model and its engine need on hardware that is not at hand: bytes by arithmetic, programs by a TPU's own compiler.
+"""What a model and its engine need on hardware that is not at hand: shapes of known models, bytes by arithmetic.
 
 kv     what the keys and values of a batch take; with --config also what each chip of its engine holds
        [--model NAME_OR_DIR | --config configs/NAME.py] [--batch 64] [--context 32768]
-aot    the engine's largest extend and decode, compiled for a TPU topology: memory, FLOPs and collectives of a chip
-       [--config configs/qwen3_8b_v6e8.py] [--topology v6e:2x4] [--tensor CHIPS]
 """
 
 import argparse
-import importlib.util
-import os
-import re
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType
 
 from inference.config import EngineConfig
 from inference.memory import amount, plan, token_bytes
-from inference.runner import Runner
 from launch.cli import read_config
 from models.config import ModelConfig
 from models.config import read_config as read_model
 from models.hf import resolve
 from rl.config import RunConfig, build
-from sharding.mesh import make_mesh
 from sharding.rules import Rules
 
 _LLAMA3: dict[str, Any] = {
@@ -61,16 +49,6 @@ SHAPES = {
     "qwen3-32b": ModelConfig(**_QWEN3, **_sizes(5120, 25600, 64, 64, 8)),
 }
 """models whose shape is known without their files; names as on the hub, in lower case and without the owner"""
-
-TPU_COMPILER = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # compiling locks no chip: another process may be doing the same
-}
-"""environment in which libtpu does not look for chips; the topology that it compiles for is another"""
-COLLECTIVE = re.compile(r"\b(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
 def model_shape(source: str, shape: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -121,83 +99,6 @@ def kv(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def tpu_devices(topology: str) -> list[Any]:
-    """Devices of a topology that can be compiled for, not run on; no TPU is touched.
-
-    Raises:
-        ValueError: libtpu is not installed, or knows no such topology.
-    """
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError("aot: needs libtpu, the TPU's compiler; install the extra: pip install -c constraints.txt -e '.[tpu]'")
-    os.environ.update(TPU_COMPILER)
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        return list(topologies.get_topology_desc(topology, "tpu").devices)
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"--topology: {topology!r} is unknown to libtpu; write v5e:2x4 or v5p:2x2x1 ({error})") from error
-
-
-def aot(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compiles the engine's largest programs for a TPU topology from shapes alone.
-
-    All numbers are of one chip, and of one pass through the loop of decode; the compiler counts nothing inside a kernel.
-    """
-    config = run_config(arguments)
-    section = engine_config(config)
-    model = model_shape(config.model.source, config.model.shape)
-    axes = {"tensor": arguments.tensor} if arguments.tensor else config.engine.mesh
-    devices = tpu_devices(arguments.topology)
-    mesh, rules = make_mesh(axes, devices), Rules(dict(config.engine.rules))
-    # Compile times would mean nothing, and programs of a compile-only device are no use to a later run.
-    jax.config.update("jax_enable_compilation_cache", False)
-    runner = Runner(model, section, jnp.dtype(config.model.dtype), mesh, rules)
-    needs = plan(model, section, config.model.dtype, mesh, rules)
-    slots = section.slots[-1]
-    buckets = ("extend", section.tokens[-1]), ("decode", slots, section.key_blocks(slots)[-1])
-    return {
-        "model": config.model.source,
-        "topology": arguments.topology,
-        "chip": devices[0].device_kind,
-        "mesh": dict(axes),
-        "attention": runner.backend.name,
-        "plan": asdict(needs) | {"total_bytes": needs.total_bytes},
-        "programs": {bucket[0]: _compile(runner, bucket) for bucket in buckets},
-    }
-
-
-def _compile(runner: Runner, bucket: tuple) -> dict[str, Any]:
-    """One program, largest of its kind; `sizes` are the tokens of an extend, the rows and key blocks of a decode."""
-    kind, *sizes = bucket
-    started = time.perf_counter()
-    lowered = runner.lower(bucket)
-    lower_s = time.perf_counter() - started
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        why = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
-        raise ValueError(f"engine.num_pages: {kind} does not fit a chip; lower it, or use more chips ({why[:200]})") from error
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
-    parts = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-        "reused": -memory.alias_size_in_bytes,
-    }
-    return {
-        "sizes": sizes,
-        "bytes": parts | {"total": sum(parts.values())},
-        "total": amount(sum(parts.values())),
-        "flops": cost["flops"],
-        "bytes_accessed": cost["bytes accessed"],
-        "collectives": dict(sorted(Counter(COLLECTIVE.findall(compiled.as_text())).items())),
-        "lower_s": lower_s,
-        "compile_s": time.perf_counter() - started - lower_s,
-    }
-
-
 def add_commands(commands: Any) -> dict[str, Callable[[argparse.Namespace], dict[str, Any]]]:
     """Adds the parsers of this file's benchmarks to the sub-commands of `launch.bench`; returns the functions by name."""
     command = commands.add_parser("kv")
@@ -205,8 +106,4 @@ def add_commands(commands: Any) -> dict[str, Callable[[argparse.Namespace], dict
     command.add_argument("--config", default="")
     command.add_argument("--batch", type=int, default=64)
     command.add_argument("--context", type=int, default=32768)
-    command = commands.add_parser("aot")
-    command.add_argument("--config", default="configs/qwen3_8b_v6e8.py")
-    command.add_argument("--topology", default="v6e:2x4")
-    command.add_argument("--tensor", type=int, default=0, help="chips of a tensor-parallel engine (default: the config's mesh)")
-    return {"kv": kv, "aot": aot}
+    return {"kv": kv}

@@ -11,7 +11,7 @@ whoever asks, whatever shares its block and however far the list is padded.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from models.gradient import UNSEEN, forest_gradient
 from models.layers import COLUMNS, accumulator, dot, exp_from, published, restored, stored
+from sharding.shards import Shards
 
 KEY_BLOCK = 128
 """keys summed in one product; a key's place in its list fixes its block"""
@@ -178,9 +179,9 @@ def _attend_blocks_mass(
     return attend_lists_mass(q_NQHh, k, v, visible, Equal(W), dtype)
 
 
-def blocks_per_chunk(num_blocks: int, scores_per_block: int) -> int:
+def blocks_per_chunk(num_blocks: int, scores_per_block: int, platform: str) -> int:
     """The largest divisor of `num_blocks` whose scores fit SCORES_PER_CHUNK (at least 1)."""
-    limit = SCORES_PER_CHUNK.get(jax.default_backend(), 1 << 27)
+    limit = SCORES_PER_CHUNK.get(platform or jax.default_backend(), 1 << 27)
     fitting = (n for n in range(num_blocks, 0, -1) if num_blocks % n == 0 and n * scores_per_block <= limit)
     return next(fitting, 1)
 
@@ -201,6 +202,10 @@ class ForestBlocks:
     """int32 [B, N, Q]: row places of a block's queries"""
     key: Array
     """int32 [B, N, C]: row places of a block's keys; those in key block w have depths in [w, w + 1) * KEY_BLOCK"""
+    first: Array | None = None
+    """int32 []: row place of the first query that is here; None: all are"""
+    platform: str = field(default="", metadata={"static": True})
+    """that computes them; empty: this process's own"""
 
 
 def _chunk_of(blocks: ForestBlocks, index: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -234,56 +239,60 @@ def _forest_attend_mass(
     q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """The output `[B, T, H * h]` and the log of the sum of each query's weights `[B, T, H]`."""
-    B, T, H, h = q.shape
+    (B, T, H, _), places = q.shape, blocks.end.shape[1]
     size, W = _forest_chunk(q, blocks), blocks.key.shape[-1] // KEY_BLOCK
     # Key blocks that no query of a chunk lists would add zeros: a shorter list has the same bits.
     widths = sorted({-(-W // 2**n) for n in range(3)})
-    needed = jnp.where(jnp.asarray(blocks.key) < T, jnp.arange(W * KEY_BLOCK)[None, None] // KEY_BLOCK + 1, 0).max((0, 2))
+    needed = jnp.where(jnp.asarray(blocks.key) < places, jnp.arange(W * KEY_BLOCK)[None, None] // KEY_BLOCK + 1, 0).max((0, 2))
     levels = sum((needed.reshape(-1, size).max(axis=1) > width).astype(jnp.int32) for width in widths[:-1])
     levels = jnp.broadcast_to(levels, len(needed) // size)
 
     def body(index: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         query, key, visible = _chunk_of(blocks, index, size)
+        here = query if blocks.first is None else query - blocks.first  # past the queries that are here where there is none
 
         def attend(width: int) -> tuple[jax.Array, jax.Array]:
             listed = key[..., : width * KEY_BLOCK]
-            return _listed(_take(q, query), _take(k, listed), _take(v, listed), visible[..., : width * KEY_BLOCK], dtype)
+            return _listed(_take(q, here), _take(k, listed), _take(v, listed), visible[..., : width * KEY_BLOCK], dtype)
 
         parts = jax.lax.switch(levels[index], [partial(attend, width) for width in widths])
         put = jax.vmap(lambda out, i, part: out.at[i].set(part, mode="drop"))
-        return tuple(put(out, query, part) for out, part in zip(found, parts, strict=True))
+        return tuple(put(out, here, part) for out, part in zip(found, parts, strict=True))
 
-    nothing = jnp.zeros((B, T, H * h), q.dtype), jnp.full((B, T, H), UNSEEN, q.dtype)
+    nothing = jnp.zeros((B, T, H * q.shape[-1]), q.dtype), jnp.full((B, T, H), UNSEEN, q.dtype)
     return jax.lax.fori_loop(0, _forest_live(q, blocks), body, nothing)
 
 
 def _forest_chunk(q: jax.Array, blocks: ForestBlocks) -> int:
     B, _, H, _ = q.shape
     N, Q = blocks.query.shape[1:]
-    return blocks_per_chunk(N, B * Q * H * blocks.key.shape[-1])
+    return blocks_per_chunk(N, B * Q * H * blocks.key.shape[-1], blocks.platform)
 
 
 def _forest_live(q: jax.Array, blocks: ForestBlocks) -> jax.Array:
-    return _live_chunks((jnp.asarray(blocks.query) < q.shape[1]).any(axis=(0, 2)), _forest_chunk(q, blocks))
+    return _live_chunks((jnp.asarray(blocks.query) < blocks.end.shape[1]).any(axis=(0, 2)), _forest_chunk(q, blocks))
 
 
 def _forest_forward(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike):
     out, log_mass = _forest_attend_mass(q, k, v, blocks, dtype)
     scaled = q * q.shape[-1] ** -0.5  # before its rounding, as in the forward
-    return out, (*(stored(x, dtype) for x in (scaled, k, v, out)), log_mass, jnp.asarray(blocks.end))
+    return out, (*(stored(x, dtype) for x in (scaled, k, v, out)), log_mass, jnp.asarray(blocks.end), blocks.first)
 
 
-def _forest_backward(dtype: DTypeLike, saved: tuple[jax.Array, ...], g: jax.Array):
-    *kept, log_mass, end = saved
+def _forest_backward(dtype: DTypeLike, saved: tuple[Any, ...], g: jax.Array):
+    *kept, log_mass, end, first = saved
     q, k, v, out = (restored(x, dtype) for x in kept)
-    return *forest_gradient(q, k, v, out, log_mass, end, g), None
+    return *forest_gradient(q, k, v, out, log_mass, end, g, 0 if first is None else first), None
 
 
 _forest_attend.defvjp(_forest_forward, _forest_backward)
 
 
 def forest_attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike) -> jax.Array:
-    """q `[B, T, H, h]`, k and v `[B, T, K, h]`, float32 but rounded as the page pool rounds them -> `[B, T, H * h]`."""
+    """q `[B, T, H, h]`, k and v `[B, T, K, h]`, float32 but rounded as the page pool rounds them -> `[B, T, H * h]`.
+
+    With `blocks.first`, q is of a part of the row, k and v of all of it.
+    """
     return _forest_attend(q, k, v, blocks, dtype)
 
 
@@ -293,7 +302,10 @@ class ForestContext:
 
     blocks: ForestBlocks
     dtype: DTypeLike
+    shards: Shards = field(default_factory=Shards)
+    """where the row's tokens are split, keys and values of all come here (Li et al., 2105.13120, all-gather form)"""
 
     def attend(self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # Rounded as the page pool rounds them, but kept wide so that gradients of shared keys add up in float32.
-        return forest_attend(q, published(k, self.dtype), published(v, self.dtype), self.blocks, self.dtype)
+        k, v = (self.shards.everyones(published(x, self.dtype), self.shards.context, self.dtype) for x in (k, v))
+        return forest_attend(q, k, v, self.blocks, self.dtype)

@@ -27,46 +27,48 @@ def forest_gradient(
     log_mass: jax.Array,
     end: jax.Array,
     g: jax.Array,
+    first: int | jax.Array = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients, in g's dtype, of q `[B, T, H, h]`, k and v `[B, T, K, h]` in the dtype of products, given the cotangent g
-    of the output `out`, both `[B, T, H h]`.
+    """Gradients, in g's dtype, of q `[B, T, H, h]`, k and v `[B, T', K, h]` in the dtype of products, given the cotangent g
+    of the output `out`, both `[B, T, H h]`. T' is the whole row, of which T may be a part.
 
     Args:
         q: with the scale h^-1/2 in it; the gradient is of q without it.
         log_mass: `[B, T, H]` log of the sum of exp(score) over a query's keys; UNSEEN for one without.
-        end: `[B, T]`; u sees v iff v <= u < end[v].
+        end: `[B, T']`; u sees v iff v <= u < end[v].
+        first: row place of the first query.
     """
     B, T, H, h = q.shape
     dtype, K, G = q.dtype, k.shape[2], H // k.shape[2]
     s = next(s for s in (512, 256, 128, 64) if s == 64 or (s <= T and B * H * s * s <= SCORES))
-    N = -(-T // s)
 
     def blocks(x: jax.Array, none: float = 0) -> jax.Array:
         """`[B, T, K or H, any]` -> `[N, B, K, s or R, any]`"""
-        x = jnp.pad(x, ((0, 0), (0, N * s - T), (0, 0), (0, 0)), constant_values=none)
-        x = x.reshape(B, N, s, K, -1, x.shape[-1]).transpose(1, 0, 3, 4, 2, 5)
-        return x.reshape(N, B, K, -1, x.shape[-1])
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % s), (0, 0), (0, 0)), constant_values=none)
+        x = x.reshape(B, -1, s, K, x.shape[2] // K, x.shape[-1]).transpose(1, 0, 3, 4, 2, 5)
+        return x.reshape(len(x), B, K, -1, x.shape[-1])
 
-    def rows(x: jax.Array, heads: int) -> jax.Array:
-        """`[N, B, K, s or R, h]` -> `[B, T, heads, h]`"""
-        x = x.reshape(N, B, K, heads // K, s, h).transpose(1, 0, 4, 2, 3, 5)
-        return x.reshape(B, N * s, heads, h)[:, :T]
+    def rows(x: jax.Array, heads: int, tokens: int) -> jax.Array:
+        """`[N, B, K, s or R, h]` -> `[B, tokens, heads, h]`"""
+        x = x.reshape(-1, B, K, heads // K, s, h).transpose(1, 0, 4, 2, 3, 5)
+        return x.reshape(B, -1, heads, h)[:, :tokens]
 
     accum, g = g.dtype, g.reshape(q.shape)
     delta = blocks(row_sum(g * out.reshape(q.shape))[..., None]).swapaxes(3, 4)
     mass = blocks(log_mass[..., None], UNSEEN).swapaxes(3, 4)
     q, g, k, v = (blocks(x.astype(dtype)) for x in (q, g, k, v))
     k_turned = k.swapaxes(3, 4)
-    end = jnp.pad(end, ((0, 0), (0, N * s - T))).reshape(B, N, s)
+    places = end.shape[1]
+    end = jnp.pad(end, ((0, 0), (0, -places % s))).reshape(B, -1, s)
     last = end.max(axis=(0, 2))  # of each block of keys, over all rows
-    at = jnp.arange(N)
     asked = (mass < UNSEEN).any(axis=(1, 2, 3, 4))  # of each block of queries
-    alive = (at[None] <= at[:, None]) & (last[None] > at[:, None] * s) & asked[:, None]
-    queries, keys = jnp.nonzero(alive, size=N * N, fill_value=0)
+    begin = first + jnp.arange(len(q))[:, None] * s
+    alive = (jnp.arange(len(k))[None] * s < begin + s) & (last[None] > begin) & asked[:, None]
+    queries, keys = jnp.nonzero(alive, size=alive.size, fill_value=0)
 
     def body(number: jax.Array, grads: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         i, j = queries[number], keys[number]
-        here, there = i * s + jnp.arange(s)[None, None], (j * s + jnp.arange(s))[None, :, None]
+        here, there = (first + i * s + jnp.arange(s))[None, None], (j * s + jnp.arange(s))[None, :, None]
         seen = (there <= here) & (here < end[:, j][..., None])
         scores = dot("bkch,bkrh->bkcr", k[j], q[i], dtype)
         seen = jnp.broadcast_to(seen[:, None, :, None], (B, K, s, G, s)).reshape(scores.shape)
@@ -80,6 +82,6 @@ def forest_gradient(
             dv.at[j].add(dot("bkcr,bkrh->bkch", p, g[i], dtype)),
         )
 
-    zeros = jnp.zeros((N, B, K, h, G * s), accum), *(jnp.zeros(k.shape, accum) for _ in range(2))
+    zeros = jnp.zeros((len(q), B, K, h, G * s), accum), *(jnp.zeros(k.shape, accum) for _ in range(2))
     dq, dk, dv = jax.lax.fori_loop(0, alive.sum(), body, zeros)
-    return rows(dq.swapaxes(3, 4), H) * h**-0.5, rows(dk, K), rows(dv, K)
+    return rows(dq.swapaxes(3, 4), H, T) * h**-0.5, rows(dk, K, places), rows(dv, K, places)

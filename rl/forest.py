@@ -46,8 +46,15 @@ class Layout:
     """L: the most trained tokens one branch can have"""
     path: int = 0
     """the longest branch that may be walked depth first (`rl.tries`), a multiple of 128; 0: all stand in rows"""
+    shards: int = 1
+    """devices that share the tokens of a row: neither a query block nor a read crosses from one to the next"""
 
     def __post_init__(self) -> None:
+        if self.tokens % (QUERY_BLOCK * self.shards):
+            raise ValueError(
+                f"layout: tokens ({self.tokens}) must be a multiple of {QUERY_BLOCK} x {self.shards} devices on the axis "
+                f"'context'; change trainer.tokens_per_row"
+            )
         if self.tokens % QUERY_BLOCK or self.context % KEY_BLOCK or self.path % KEY_BLOCK:
             raise ValueError(
                 f"layout: tokens ({self.tokens}) must be a multiple of {QUERY_BLOCK}, context ({self.context}) and path "
@@ -58,6 +65,11 @@ class Layout:
     def query_blocks(self) -> int:
         """N: four times what full blocks need; siblings near a key block's end fill theirs badly, empty ones are free."""
         return 4 * self.tokens // QUERY_BLOCK
+
+    @property
+    def shard(self) -> int:
+        """Tokens, and reads, of a device's part of a row."""
+        return self.tokens // self.shards
 
 
 @jax.tree_util.register_dataclass
@@ -155,11 +167,14 @@ class _Row:
         self.last = branch.ids
 
     def closed(self, branches: Sequence[Branch]) -> list["_Row"]:
-        """This row, finished; or two halves of it where its branches' keys would need too many query blocks."""
+        """This row, finished; or two halves of it where a part of it would need too many query blocks or reads."""
         for open_place in self.path:
             self.end[open_place] = len(self.tokens)
         self.blocks = self._blocks()
-        if len(self.blocks) <= self.layout.query_blocks:
+        layout = self.layout
+        blocks = np.bincount([first // layout.shard for first, _, _ in self.blocks], minlength=1)
+        reads = np.bincount(np.asarray(self.read, np.int64) // layout.shard, minlength=1)
+        if blocks.max() <= layout.query_blocks // layout.shards and reads.max() <= layout.shard:
             return [self]
         numbers = [number for number, _ in self.branches]
         assert len(numbers) > 1, "a chain fills its query blocks"
@@ -181,8 +196,9 @@ class _Row:
         while first < len(self.tokens):
             ancestors = np.nonzero(end[:first] > first)[0]
             count = np.bincount(depth_block[ancestors], minlength=C // KEY_BLOCK)
-            last = first
-            while last < min(first + QUERY_BLOCK, len(self.tokens)) and count[depth_block[last]] < KEY_BLOCK:
+            last, shard = first, self.layout.shard
+            most = min(first + QUERY_BLOCK, len(self.tokens), (first // shard + 1) * shard)
+            while last < most and count[depth_block[last]] < KEY_BLOCK:
                 count[depth_block[last]] += 1
                 last += 1
             keys = np.full(C, T, np.int32)
@@ -254,10 +270,20 @@ def pack(branches: Sequence[Branch], layout: Layout, share: bool = True) -> tupl
     return batches, stats
 
 
+def _slots(places: Sequence[int], shard: int, room: int) -> np.ndarray:
+    """Where things at these row places stand: in order, each in its device's part of `room` slots."""
+    device = np.asarray(places, np.int64) // shard
+    order = np.argsort(device, kind="stable")
+    before = np.empty(len(device), np.int64)
+    before[order] = np.arange(len(device)) - np.searchsorted(device[order], device[order])
+    return device * room + before
+
+
 def _assemble(rows: list[_Row], layout: Layout) -> MicroBatch:
     B, T, N, Q, C = layout.rows, layout.tokens, layout.query_blocks, QUERY_BLOCK, layout.context
     tokens, positions = (np.zeros((B, T), np.int32) for _ in range(2))
-    read, target = (np.zeros((B, T), np.int32) for _ in range(2))
+    read = np.broadcast_to(np.arange(T, dtype=np.int32) // layout.shard * layout.shard, (B, T)).copy()
+    target = np.zeros((B, T), np.int32)
     end = np.broadcast_to(np.arange(1, T + 1, dtype=np.int32), (B, T)).copy()  # padding sees itself only
     query, key = np.full((B, N, Q), T, np.int32), np.full((B, N, C), T, np.int32)
     index, mask = np.zeros((layout.branches, layout.length), np.int32), np.zeros((layout.branches, layout.length), bool)
@@ -265,12 +291,14 @@ def _assemble(rows: list[_Row], layout: Layout) -> MicroBatch:
     for b, row in enumerate(rows):
         n = len(row.tokens)
         tokens[b, :n], positions[b, :n], end[b, :n] = row.tokens, row.depth, row.end
-        read[b, : len(row.read)], target[b, : len(row.target)] = row.read, row.target
-        for number, (first, last, keys) in enumerate(row.blocks):
+        slots = _slots(row.read, layout.shard, layout.shard)
+        read[b, slots], target[b, slots] = row.read, row.target
+        numbers = _slots([first for first, _, _ in row.blocks], layout.shard, N // layout.shards)
+        for number, (first, last, keys) in zip(numbers, row.blocks, strict=True):
             query[b, number, : last - first] = np.arange(first, last)
             key[b, number] = keys
         for branch, entries in row.branches:
-            index[len(order), : len(entries)] = b * T + np.asarray(entries, np.int32)
+            index[len(order), : len(entries)] = b * T + slots[entries]
             mask[len(order), : len(entries)] = True
             order.append(branch)
     blocks = ForestBlocks(end=end, query=query, key=key)

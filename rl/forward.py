@@ -4,7 +4,7 @@ Legend: B rows, T tokens of a row or segment, R reads, S branches, L trained tok
 buffer, K kv heads, h head dim. For weights and buffers the leading L is layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -59,9 +59,11 @@ def read_rows(
 
     def here(params: Params, forest: Forest, temperature: jax.Array, used: jax.Array) -> Reading:
         model = definition.bind(params, shards)
-        context = ForestContext(forest.blocks, model.dtype)
+        first = shards.first_token(forest.tokens.shape[1])
+        context = ForestContext(replace(forest.blocks, first=first, platform=shards.platform), model.dtype, shards)
         hidden = model(jnp.asarray(forest.tokens), jnp.asarray(forest.positions), context)
-        at_parent = jnp.take_along_axis(hidden, forest.read[..., None], axis=1)
+        read = forest.read if first is None else forest.read - first
+        at_parent = jnp.take_along_axis(hidden, read[..., None], axis=1)
         return _read(model, readout, at_parent, jnp.asarray(forest.target), temperature, used)
 
     rows = shards.spec("B", "T")

@@ -62,6 +62,9 @@ class Programs:
             raise ValueError(
                 f"trainer.rows: {layout.rows} rows cannot be split over {ways} devices on the axes {ROWS}; use a multiple"
             )
+        parts = int(np.prod([mesh.shape[axis] for axis in self.shards.context]))
+        if layout.shards != parts:
+            raise ValueError(f"layout: is for {layout.shards} devices a row, but the axis 'context' has {parts}; use {parts}")
         readouts: list[Readout] = [objective.readout for objective in objectives.values()]
         assert len(set(readouts)) == 1, readouts
         self.readout: Readout = readouts[0]
@@ -145,7 +148,11 @@ class Programs:
     # ---- compiled
 
     def lower(self, loss: str, two_passes: bool) -> dict[str, Any]:
-        """The lowered programs of a step by name, over abstract arguments with the shardings of a step."""
+        """The lowered programs of a step by name."""
+        return {name: traced.lower() for name, traced in self.trace(loss, two_passes).items()}
+
+    def trace(self, loss: str, two_passes: bool) -> dict[str, Any]:
+        """The traced programs, over abstract arguments with the shardings of a step: no device is asked for anything."""
 
         def like(x: Any, sharding: Any = self.replicated) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
@@ -164,15 +171,15 @@ class Programs:
             return jax.jit(function, donate_argnums=donate, out_shardings=out)
 
         both = (self.grad_shardings, self.replicated)
-        lowered = {
-            loss: jit(partial(self.accumulate, loss), (1,), both).lower(params, grads, forest, batch, temperature),
-            "score": jit(self.score).lower(params, forest, temperature),
-            "update": jit(self.update, (0,), (self.state_shardings(), self.replicated)).lower(state, grads),
+        traced = {
+            loss: jit(partial(self.accumulate, loss), (1,), both).trace(params, grads, forest, batch, temperature),
+            "score": jit(self.score).trace(params, forest, temperature),
+            "update": jit(self.update, (0,), (self.state_shardings(), self.replicated)).trace(state, grads),
         }
         if two_passes:
-            lowered[f"{loss} of readings"] = jit(partial(self.loss_grad, loss)).lower(Reading(matrix, matrix), batch)
-            lowered["pull"] = jit(self.pull, (1,), self.grad_shardings).lower(params, grads, forest, temperature, matrix)
-        return lowered
+            traced[f"{loss} of readings"] = jit(partial(self.loss_grad, loss)).trace(Reading(matrix, matrix), batch)
+            traced["pull"] = jit(self.pull, (1,), self.grad_shardings).trace(params, grads, forest, temperature, matrix)
+        return traced
 
     def warm_up(self, loss: str, two_passes: bool) -> None:
         """Compiles them; after it nothing compiles."""

@@ -175,6 +175,7 @@ def layout_of(config: RunConfig) -> Layout:
         branches=most,
         length=config.rollout.max_tokens * config.environment.max_turns,
         path=_blocks(config.engine.max_context) if config.trainer.depth_first else 0,
+        shards=config.trainer.mesh.get("context", 1),
     )
 
 

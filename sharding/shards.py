@@ -46,6 +46,8 @@ class Shards:
     """axes that split B; none where every device has all tokens"""
     context: tuple[str, ...] = ()
     """axes that split T"""
+    platform: str = ""
+    """of the devices; empty: this process's own"""
 
     @staticmethod
     def of(mesh: Mesh, rules: Rules) -> "Shards":
@@ -62,6 +64,7 @@ class Shards:
             tuple(table.items()),
             tuple(axis for axis in ROWS if axis in sizes),
             tuple(axis for axis in CONTEXT if axis in sizes),
+            mesh.devices.flat[0].platform,
         )
         if shards.kept("heads") != shards.kept("kv_heads"):
             raise ValueError(
@@ -121,6 +124,10 @@ class Shards:
     def token_dim(self, axis: str) -> int | None:
         """The dim of `[B, T]` that an axis splits."""
         return 0 if axis in self.rows else 1 if axis in self.context else None
+
+    def first_token(self, num_tokens: int) -> jax.Array | None:
+        """Row place of the first of the tokens that are here; None where all are."""
+        return jax.lax.axis_index(self.context) * num_tokens if self.context else None
 
     def everyones(self, x: jax.Array, axes: Iterable[str], dtype: DTypeLike) -> jax.Array:
         """Tokens `[B, T, ...]` of all devices along these axes, as far as they have different ones; floats rounded to `dtype`

@@ -122,16 +122,33 @@ def check(branches: list[Branch], batches: list[MicroBatch], layout: Layout) -> 
     return kept
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("rows", "shards"), [(1, 1), (2, 1), (1, 2)])
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(data=st.data())
-def test_layout_invariants(rows: int, data: st.DataObject) -> None:
+def test_layout_invariants(rows: int, shards: int, data: st.DataObject) -> None:
     branches = data.draw(tries(30, 12))
-    layout = Layout(rows=rows, tokens=64, context=128, branches=12, length=29)
+    layout = Layout(rows=rows, tokens=64 * shards, context=128, branches=12, length=29, shards=shards)
     batches, stats = pack(branches, layout)
     assert check(branches, batches, layout) == stats.tokens_kept <= stats.tokens_in
     assert stats.tokens_in == sum(len(b.ids) for b in branches)
-    assert stats.slots == len(batches) * rows * 64
+    assert stats.slots == len(batches) * rows * 64 * shards
+    for batch in batches:  # each device's part of blocks and reads is of its own tokens
+        for part in range(shards):
+            mine = np.arange(64 * part, 64 * part + 64)
+            blocks = batch.forest.blocks.query[:, part * layout.query_blocks // shards :][:, : layout.query_blocks // shards]
+            assert np.isin(blocks, np.append(mine, layout.tokens)).all() and np.isin(batch.forest.read[:, mine], mine).all()
+
+
+def test_a_fork_with_more_reads_than_its_part_of_the_row_has() -> None:
+    """A stem of 60 tokens, all trained, and 40 ends: 99 reads in the first 64 places. The row is cut in halves."""
+    stem = np.zeros(60, np.int32)
+    branches = [Branch(np.append(stem, n).astype(np.int32), np.arange(61) > 0) for n in range(1, 41)]
+    layout = Layout(rows=1, tokens=128, context=128, branches=40, length=60, shards=2)
+    batches, _ = pack(branches, layout)
+    assert len(batches) > 1 and len(pack(branches, Layout(**{**layout.__dict__, "shards": 1}))[0]) == 1
+    check(branches, batches, layout)
+    with pytest.raises(ValueError, match=r"tokens \(192\) must be a multiple of 64 x 2 devices on the axis 'context'"):
+        Layout(rows=1, tokens=192, context=128, branches=1, length=1, shards=2)
 
 
 @hypothesis.settings(max_examples=10)

@@ -10,10 +10,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
-from launch.platforms import SHAPES, aot, kv, model_shape
+from launch.aot import aot
+from launch.hlo import collectives, moved, product_flops
+from launch.platforms import SHAPES, kv, model_shape
 from models.transformer import describe
+from sharding.mesh import make_mesh
 
 ROOT = Path(__file__).parent.parent
 PRESET = str(ROOT / "configs/qwen3_8b_v6e8.py")
@@ -98,7 +104,32 @@ def test_random_models_have_the_shape_that_the_config_gives() -> None:
 def test_aot_needs_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs libtpu.*install -c constraints\.txt -e '\.\[tpu\]'"):
-        aot(arguments(config=PRESET, topology="v5e:2x4", tensor=8))
+        aot(arguments(config=PRESET, topology="v5e:2x4", tensor=8, train=False))
+
+
+def test_collectives_are_read_with_their_loops_and_groups() -> None:
+    """A scan of 5 steps, each with a gather over 4 devices; and a reduce-scatter, whose operand counts."""
+    mesh = make_mesh({"fsdp": 4})
+
+    def here(x: jax.Array) -> jax.Array:
+        def body(total: jax.Array, _: None) -> tuple[jax.Array, None]:
+            whole = jax.lax.all_gather(jnp.sin(total), "fsdp", axis=0, tiled=True)
+            return jax.lax.psum_scatter(whole @ whole.T, "fsdp", scatter_dimension=0, tiled=True)[:, :16], None
+
+        return jax.lax.scan(body, x, None, length=5)[0]
+
+    split = PartitionSpec("fsdp")
+    function = jax.jit(jax.shard_map(here, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+    traced = function.trace(jax.ShapeDtypeStruct((32, 16), jnp.float32))
+    text: Any = traced.lower().compile().as_text()
+    found = moved(collectives(text))
+    assert found == {
+        "all-gather": {"count": 5, "bytes": 5 * 32 * 16 * 4},
+        "reduce-scatter": {"count": 5, "bytes": 5 * 32 * 32 * 4},
+    }
+    assert product_flops(traced.jaxpr) == 5 * 2 * 32 * 32 * 16
+    with pytest.raises(ValueError, match=r"no ENTRY computation; .* compiled\.as_text"):
+        collectives("")
 
 
 # With the TPU's compiler. A process of its own: jax must not have looked for devices before.
@@ -134,10 +165,55 @@ def test_qwen3_8b_compiles_for_tpus(topology: str, tensor: int, layers: int, hbm
         # The state is donated: nothing of its size is made besides.
         assert -size["reused"] >= result["plan"]["total_bytes"] - result["plan"]["weight_bytes"]
         assert size["temporary"] < 2**29
-        assert 2 * layers <= found["all-reduce"] <= 2 * layers + 32
+        assert 2 * layers <= found["all-reduce"]["count"] <= 2 * layers + 32
     matrices = 2 * 4096 * (12288 * 3 + 4096 * 2 + 1024 * 2) * layers / tensor
     assert result["programs"]["extend"]["flops"] > 512 * matrices
     assert result["programs"]["decode"]["flops"] > 64 * matrices
+
+
+TRAIN = str(ROOT / "configs/qwen3_8b_v5p16.py")
+WEIGHTS = 8_190_735_360 - 2 * 151936 * 4096
+"""of the layers of Qwen3-8B"""
+
+
+def compile_step(topology: str, *overrides: str) -> dict[str, Any]:
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the tpu extra is not installed")
+    command = [sys.executable, "-m", "launch.bench", "aot", "--train", "--config", TRAIN, "--topology", topology, "--json"]
+    done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.tpu
+@pytest.mark.slow
+def test_the_training_step_of_qwen3_8b_fits_v5p(report: Callable[[str], None]) -> None:
+    """fsdp 16, a row of 8,192 tokens a chip: HBM, and weights gathered twice in 16 bits, gradients reduced once in 32."""
+    result = compile_step("v5p:2x2x4")
+    step, found = result["programs"]["gradients"], result["programs"]["gradients"]["collectives"]
+    share = step["product_flops"] / step["model_flops"]
+    report(
+        f"v5p:2x2x4 train: {result['hbm_bytes'] / 1e9:.1f} GB a chip, temporary {step['bytes']['temporary'] / 1e9:.1f}; "
+        f"products {step['product_flops']:.3g} FLOPs ({share:.2f} of 6N), remat {result['remat']}; {found}"
+    )
+    assert result["parameters"] == 8_190_735_360 and result["hbm_bytes"] < 95e9
+    assert step["bytes"]["temporary"] < 30e9
+    assert 1.2 < step["product_flops"] / step["model_flops"] < 4 / 3
+    assert 4 * WEIGHTS < found["all-gather"]["bytes"] < 4.5 * WEIGHTS
+    # this compiler makes a sum and a slice of a reduce-scatter over these 16 chips
+    reduced = found.get("reduce-scatter", found["all-reduce"])["bytes"]
+    assert 4 * WEIGHTS < reduced < 4.5 * WEIGHTS
+    # the state is donated
+    assert -result["programs"]["update"]["bytes"]["reused"] >= 12 * result["parameters"] // 16
+
+
+@pytest.mark.tpu
+@pytest.mark.slow
+def test_gradients_are_reduced_and_cut_in_one_go_where_the_compiler_can() -> None:
+    overrides = "--config.trainer.mesh={'fsdp': 4}", "--config.trainer.rows=4", "--config.trainer.tokens_per_row=1024"
+    found = compile_step("v5p:2x2x1", *overrides)["programs"]["gradients"]["collectives"]
+    assert 4 * WEIGHTS < found["reduce-scatter"]["bytes"] < 4.5 * WEIGHTS
+    assert found["all-reduce"]["bytes"] < 0.01 * WEIGHTS
 
 
 @pytest.mark.tpu
