@@ -38,6 +38,7 @@ MODEL = ModelConfig(
 )  # fmt: skip
 FSDP: dict[str, Axes] = {"embed": "fsdp"}
 TENSOR: dict[str, Axes] = {"heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "vocab": "tensor"}
+LAYOUT_METRICS = ("flops", "tokens_kept", "compression", "padding", "micro_batches")
 MESHES: dict[str, tuple[dict[str, int], dict[str, Axes], tuple[str, ...]]] = {
     "fsdp": ({"fsdp": 8}, FSDP, ("grpo",)),
     "context": ({"context": 4}, {}, ("grpo",)),
@@ -128,7 +129,7 @@ def test_a_mesh_equals_one_device(name: str, report: Callable[[str], None]) -> N
     for weight, value in want["masters"].items():
         np.testing.assert_allclose(got["masters"][weight], value, rtol=0, atol=1e-5, err_msg=weight)
     for metric, value in want["metrics"].items():
-        if not metric.startswith("time/") and metric not in ("padding", "micro_batches"):
+        if not metric.startswith("time/") and metric not in LAYOUT_METRICS:
             assert got["metrics"][metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
     report(f"{name} against one device: gradients differ by {gap:.1e} at most")
 
