@@ -128,7 +128,7 @@ def test_a_mesh_equals_one_device(name: str, report: Callable[[str], None]) -> N
     for weight, value in want["masters"].items():
         np.testing.assert_allclose(got["masters"][weight], value, rtol=0, atol=1e-5, err_msg=weight)
     for metric, value in want["metrics"].items():
-        if not metric.startswith("time/") and metric not in ("padding", "micro_batches"):
+        if not metric.startswith("time/") and metric not in ("padding", "micro_batches", "tokens_kept", "compression"):
             assert got["metrics"][metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
     report(f"{name} against one device: gradients differ by {gap:.1e} at most")
 
@@ -153,7 +153,8 @@ def compiled(axes: dict[str, int], rules: dict[str, Axes], remat: str) -> str:
         make_mesh(axes),
         Rules(rules),
     )
-    return programs.lower("grpo", two_passes=False)["grpo"].compile().as_text()
+    program = programs.lower("grpo", two_passes=False)["grpo"].compile()
+    return str(program.as_text())
 
 
 @pytest.mark.slow
