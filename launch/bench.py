@@ -4,6 +4,10 @@ loop   where a step's time goes, and tokens per second of each phase
        [--config configs/tiny.py] [--config.key=value ...] [--steps 3]
 serve  the engine under a load, next to what the machine could do (launch/serving.py)
        --load uniform|grpo|agent --model DIR [--against transformers] [--requests-scale small]
+train  one training step, next to what the machine could do (launch/training.py)
+       [--model DIR] [--against transformers] [--scale small]
+tree   training on a trie next to training on its branches without sharing (launch/tree.py)
+       [--scale small]
 kv     bytes of keys and values (launch/platforms.py)
        [--model NAME_OR_DIR | --config FILE] [--batch 64] [--context 32768]
 aot    the engine's programs, or the training step, compiled for a TPU topology, without a TPU (launch/aot.py)
@@ -12,14 +16,15 @@ aot    the engine's programs, or the training step, compiled for a TPU topology,
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch import aot, platforms, serving
-from launch.cli import Parser, read_config, run_main, set_up_jax
+from launch import aot, platforms, serving, training, tree
+from launch.cli import Parser, read_config, run_main, set_up_jax, use_huge_pages
 from rl.config import RunConfig, build
 from rl.files import Records
 from rl.loop import evaluate, reinforcement_step
@@ -87,8 +92,11 @@ def main() -> None:
     command = names.add_parser("loop")
     command.add_argument("--config", default="configs/tiny.py")
     command.add_argument("--steps", type=int, default=3)
-    benchmarks: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop, "serve": serving.serve}
+    benchmarks: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop}
+    benchmarks |= {"serve": serving.serve, "train": training.train, "tree": tree.tree}
     serving.add_arguments(names.add_parser("serve"))
+    training.add_arguments(names.add_parser("train"))
+    tree.add_arguments(names.add_parser("tree"))
     benchmarks |= platforms.add_commands(names) | aot.add_commands(names)
     for each in names.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on the last line")
@@ -101,4 +109,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["train"]:
+        use_huge_pages()  # as launch.train does; the peer's process has them too
     run_main(main)

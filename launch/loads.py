@@ -79,6 +79,12 @@ def make_load(name: str, scale: str, vocab_size: int) -> Load:
     return Load(tuple((request,) for request in requests), sizes["at_once"])
 
 
+def make_rows(vocab_size: int, rows: int, length: int) -> list[list[int]]:
+    """Random ids to train on; the same ones each time."""
+    source = random.Random("rows")
+    return [[source.randrange(vocab_size) for _ in range(length)] for _ in range(rows)]
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request came."""

@@ -1,4 +1,4 @@
-"""Whether the machine was quiet while something was timed."""
+"""Whether the machine was quiet while something was timed, and what memory it took."""
 
 import os
 import sys
@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 STAT = Path("/proc/stat")
+STATUS = Path("/proc/self/status")
 ENOUGH = 0.1
 """CPUs that others may keep busy before a timing means little; threads that wait for each other lose far more than that"""
 
@@ -41,3 +42,11 @@ def warn(cpus: float | None, when: str) -> None:
     """One line on standard error when others were busy."""
     if cpus is not None and cpus > ENOUGH:
         print(f"warning: other processes kept {cpus:.1f} CPUs busy {when}; timings need a quiet machine", file=sys.stderr)
+
+
+def peak_bytes() -> int | None:
+    """This process's largest resident size; None where the system does not tell. (getrusage's begins at the parent's.)"""
+    if not STATUS.is_file():
+        return None
+    [line] = (line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024

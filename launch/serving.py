@@ -8,10 +8,6 @@ kept busy during our round, and a warning comes where that is too much.
 
 import argparse
 import copy
-import importlib.util
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -29,11 +25,12 @@ from inference.config import MIN_ROWS, EngineConfig
 from inference.engine import Engine
 from inference.types import Request, SamplingParams, Tokens
 from launch.loads import LOADS, Answered, Asked, Load, Trace, ideal_hit_rate, ideal_hits, make_load, num_tokens, questions
-from launch.peers import PEERS
+from launch.peers import PEERS, check_installed, run_peer
 from launch.quiet import Others, warn
 from models.attention import KEY_BLOCK
 from models.compiles import CompileCounter
 from models.config import ModelConfig, read_config
+from models.flops import forward_flops
 from models.hf import load_hf, resolve
 from models.layers import dot
 from models.transformer import Definition, describe
@@ -47,15 +44,14 @@ DTYPE = jnp.bfloat16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", choices=LOADS, required=True)
     parser.add_argument("--model", metavar="DIR", required=True, help="a Hugging Face directory or hub id")
-    parser.add_argument("--against", choices=PEERS, help="play the same load with this engine too")
+    parser.add_argument("--against", choices=PEERS["serve"], help="play the same load with this engine too")
     parser.add_argument("--requests-scale", choices=("full", "small"), default="full", help="small: to see that it works")
 
 
 def serve(arguments: argparse.Namespace) -> dict[str, Any]:
     """Plays the load; keys are explained where they are computed."""
-    for package in ("torch", arguments.against) if arguments.against else ():
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"--against: {package} is not installed; install it, or leave --against out")
+    if arguments.against:
+        check_installed(arguments.against)
     directory = resolve(arguments.model)
     model = read_config(directory)
     load = make_load(arguments.load, arguments.requests_scale, model.vocab_size)
@@ -67,7 +63,9 @@ def serve(arguments: argparse.Namespace) -> dict[str, Any]:
         engine.warm_up()
     with CompileCounter() as compiles:
         rounds = [play(engine, load)]
-        peer = run_peer(arguments, directory) if arguments.against else None
+        peer = None
+        if arguments.against:
+            peer = run_peer("serve", arguments.against, directory, load=arguments.load, scale=arguments.requests_scale)
         rounds.append(play(engine, load))
     best = min(rounds, key=lambda played: played.wall_s)
     warn(best.other_cpus, "during our round")
@@ -211,15 +209,11 @@ def ceilings(engine: Engine, played: Played) -> dict[str, float]:
 
 def useful_flops(model: ModelConfig, trace: Trace) -> float:
     """Of every product, two for each multiplication with its addition."""
-    layers = sum(w.size for name, w in describe(model).items() if name.startswith("blocks.") and len(w.shape) > 2)
-    # of one query and one key: a score, and a value's part in the sum
-    attention = 2 * model.num_layers * model.num_heads * model.head_dim
-    total = 0
+    total = 0.0
     for asked, first in zip(questions(trace), ideal_hits(trace), strict=True):
         last = len(asked.prompt) + asked.sampled - 1  # what is sampled last never goes through the model
-        total += 2 * layers * (last - first) + 2 * asked.sampled * model.model_dim * model.vocab_size
-        total += 2 * attention * sum(range(first + 1, last + 1))
-    return float(total)
+        total += forward_flops(model, last - first, sum(range(first + 1, last + 1)), asked.sampled)
+    return total
 
 
 def best_flops_per_s(size: int = 2048) -> float:
@@ -262,19 +256,9 @@ def products(definition: Definition, heads: int, params: Mapping[str, jax.Array]
     blocks: Any = model.blocks
     x = x_TD
     for block in blocks:
-        q, k, v = (block.project(x, w) for w in (block.q, block.k, block.v))
+        q, k, v = block.project(x, block.q, block.k, block.v)
         mixed = q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1)
         w = block.o[...]
         x = x_TD + 1e-6 * dot("te,ed->td", mixed.reshape(len(x), -1), w.reshape(-1, w.shape[-1]), DTYPE)
-        x = x_TD + 1e-6 * block.project(block.project(x, block.gate) + block.project(x, block.up), block.down)
+        x = x_TD + 1e-6 * block.project(sum(block.project(x, block.gate, block.up)), block.down)[0]
     return model.logits(x[:heads])
-
-
-def run_peer(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """The peer's own process, alone on the machine."""
-    command = [sys.executable, "-m", "launch.peers", arguments.against, "--load", arguments.load]
-    command += ["--scale", arguments.requests_scale, "--model", str(directory.absolute())]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed; standard error has its reason")
-    return json.loads(done.stdout.splitlines()[-1])

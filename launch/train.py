@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from launch.cli import Parser, parse_config, run_main, set_up_jax
+from launch.cli import Parser, parse_config, run_main, set_up_jax, use_huge_pages
 from rl.loop import train
 from rl.rollout import Rollout
 
@@ -60,4 +60,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     run_main(main)

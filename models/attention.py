@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from models.layers import COLUMNS, accumulator, dot, exp_from, published
+from models.gradient import UNSEEN, forest_gradient
+from models.layers import COLUMNS, accumulator, dot, exp_from, published, restored, stored
 from sharding.shards import Shards
 
 KEY_BLOCK = 128
@@ -110,6 +111,13 @@ def attend_lists(
     keys and values are `[*lists.keys, C, h]`, visible is `[*lists.keys without k, Q, C]`. Every query sees at least one key;
     values that nobody sees must be finite.
     """
+    return attend_lists_mass(q_NQHh, keys, values, visible, lists, dtype)[0]
+
+
+def attend_lists_mass(
+    q_NQHh: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, lists: Lists, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """`attend_lists`, and the log of the sum of each query's exp(score), `[N, Q, H]`."""
     N, Q, H, h = q_NQHh.shape
     K, W, m = keys.shape[lists.keys.index("k")], lists.width, lists.keys
     G = H // K
@@ -117,8 +125,8 @@ def attend_lists(
         # A product of one row takes another path, with other bits; and where neither heads nor key blocks stand
         # between the transposition of q and its product, XLA-CPU makes one product of both, on another path too.
         # Twice the heads avoid either.
-        twice = attend_lists(jnp.repeat(q_NQHh, 2, axis=2), keys, values, visible, lists, dtype)
-        return twice.reshape(N, Q, H, 2, h)[:, :, :, 0].reshape(N, Q, H * h)
+        twice, mass = attend_lists_mass(jnp.repeat(q_NQHh, 2, axis=2), keys, values, visible, lists, dtype)
+        return twice.reshape(N, Q, H, 2, h)[:, :, :, 0].reshape(N, Q, H * h), mass[:, :, ::2]
 
     def in_order(x: jax.Array, none: float, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
         first = lists.collect(x, 0, none)
@@ -144,7 +152,9 @@ def attend_lists(
     total, mass = in_order(parts, 0, jnp.add), in_order(sums, 0, jnp.add)
     out = total[..., :h] / jnp.broadcast_to(mass[..., None], (*total.shape[:-1], h))
     out = out.reshape(*_sizes(lists.queries, K, N), G, Q, h)
-    return jnp.einsum(lists.queries + "gqh->nqkgh", out).reshape(N, Q, H * h)
+    log_mass = (top + jnp.log(mass)).reshape(out.shape[:-1])
+    out = jnp.einsum(lists.queries + "gqh->nqkgh", out).reshape(N, Q, H * h)
+    return out, jnp.einsum(lists.queries + "gq->nqkg", log_mass).reshape(N, Q, H)
 
 
 def _sizes(dims: str, K: int, N: int) -> tuple[int, ...]:
@@ -155,12 +165,18 @@ def attend_blocks(
     q_NQHh: jax.Array, k_KNCh: jax.Array, v_KNCh: jax.Array, visible_NQC: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """`attend_lists` where every query block lists C keys, a multiple of KEY_BLOCK."""
+    return _attend_blocks_mass(q_NQHh, k_KNCh, v_KNCh, visible_NQC, dtype)[0]
+
+
+def _attend_blocks_mass(
+    q_NQHh: jax.Array, k_KNCh: jax.Array, v_KNCh: jax.Array, visible_NQC: jax.Array, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
     N, Q, _, h = q_NQHh.shape
     K, _, C, _ = k_KNCh.shape
     W = C // KEY_BLOCK
     k, v = (x.reshape(K, N, W, KEY_BLOCK, h) for x in (k_KNCh, v_KNCh))
     visible = visible_NQC.reshape(N, Q, W, KEY_BLOCK).swapaxes(1, 2)
-    return attend_lists(q_NQHh, k, v, visible, Equal(W), dtype)
+    return attend_lists_mass(q_NQHh, k, v, visible, Equal(W), dtype)
 
 
 def blocks_per_chunk(num_blocks: int, scores_per_block: int, platform: str) -> int:
@@ -201,36 +217,50 @@ def _chunk_of(blocks: ForestBlocks, index: jax.Array, size: int) -> tuple[jax.Ar
     return query, key, visible
 
 
-def _here(blocks: ForestBlocks, query: jax.Array) -> jax.Array:
-    """Row places as places of the queries that are here; past them where there is none."""
-    return query if blocks.first is None else query - blocks.first
-
-
 def _take(x_BT: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of `x` at `[B, ...]` places; a place of T gives the last row."""
     return jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))(x_BT, index)
 
 
-def _listed(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`attend_blocks` over B rows of n blocks: q `[B, n, Q, H, h]`, k and v `[B, n, C, K, h]` -> `[B, n, Q, H * h]`."""
+def _listed(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """B rows of n blocks: q `[B, n, Q, H, h]`, k and v `[B, n, C, K, h]` -> output `[B, n, Q, H * h]`, mass `[B, n, Q, H]`."""
     B, n = q.shape[:2]
     q, k, v, visible = (x.reshape(B * n, *x.shape[2:]) for x in (q, k, v, visible))
-    out = attend_blocks(q, k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3), visible, dtype)
-    return out.reshape(B, n, *out.shape[1:])
+    out, mass = _attend_blocks_mass(q, k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3), visible, dtype)
+    return out.reshape(B, n, *out.shape[1:]), mass.reshape(B, n, *mass.shape[1:])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _forest_attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike) -> jax.Array:
-    B, T, H, h = q.shape
-    size = _forest_chunk(q, blocks)
+    return _forest_attend_mass(q, k, v, blocks, dtype)[0]
 
-    def body(index: jax.Array, out: jax.Array) -> jax.Array:
+
+def _forest_attend_mass(
+    q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """The output `[B, T, H * h]` and the log of the sum of each query's weights `[B, T, H]`."""
+    (B, T, H, _), places = q.shape, blocks.end.shape[1]
+    size, W = _forest_chunk(q, blocks), blocks.key.shape[-1] // KEY_BLOCK
+    # Key blocks that no query of a chunk lists would add zeros: a shorter list has the same bits.
+    widths = sorted({-(-W // 2**n) for n in range(3)})
+    needed = jnp.where(jnp.asarray(blocks.key) < places, jnp.arange(W * KEY_BLOCK)[None, None] // KEY_BLOCK + 1, 0).max((0, 2))
+    levels = sum((needed.reshape(-1, size).max(axis=1) > width).astype(jnp.int32) for width in widths[:-1])
+    levels = jnp.broadcast_to(levels, len(needed) // size)
+
+    def body(index: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         query, key, visible = _chunk_of(blocks, index, size)
-        here = _here(blocks, query)
-        part = _listed(_take(q, here), _take(k, key), _take(v, key), visible, dtype)
-        return jax.vmap(lambda out, i, part: out.at[i].set(part, mode="drop"))(out, here, part)
+        here = query if blocks.first is None else query - blocks.first  # past the queries that are here where there is none
 
-    return jax.lax.fori_loop(0, _forest_live(q, blocks), body, jnp.zeros((B, T, H * h), q.dtype))
+        def attend(width: int) -> tuple[jax.Array, jax.Array]:
+            listed = key[..., : width * KEY_BLOCK]
+            return _listed(_take(q, here), _take(k, listed), _take(v, listed), visible[..., : width * KEY_BLOCK], dtype)
+
+        parts = jax.lax.switch(levels[index], [partial(attend, width) for width in widths])
+        put = jax.vmap(lambda out, i, part: out.at[i].set(part, mode="drop"))
+        return tuple(put(out, here, part) for out, part in zip(found, parts, strict=True))
+
+    nothing = jnp.zeros((B, T, H * q.shape[-1]), q.dtype), jnp.full((B, T, H), UNSEEN, q.dtype)
+    return jax.lax.fori_loop(0, _forest_live(q, blocks), body, nothing)
 
 
 def _forest_chunk(q: jax.Array, blocks: ForestBlocks) -> int:
@@ -244,31 +274,15 @@ def _forest_live(q: jax.Array, blocks: ForestBlocks) -> jax.Array:
 
 
 def _forest_forward(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike):
-    return _forest_attend(q, k, v, blocks, dtype), (q, k, v, blocks)
+    out, log_mass = _forest_attend_mass(q, k, v, blocks, dtype)
+    scaled = q * q.shape[-1] ** -0.5  # before its rounding, as in the forward
+    return out, (*(stored(x, dtype) for x in (scaled, k, v, out)), log_mass, jnp.asarray(blocks.end), blocks.first)
 
 
-def _forest_backward(dtype: DTypeLike, saved: tuple[jax.Array, jax.Array, jax.Array, ForestBlocks], g: jax.Array):
-    q, k, v, blocks = saved
-    T = blocks.end.shape[1]
-    size = _forest_chunk(q, blocks)
-
-    def body(index: jax.Array, grads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        query, key, visible = _chunk_of(blocks, index, size)
-        here = _here(blocks, query)
-        parts = _take(q, here), _take(k, key), _take(v, key)
-        _, transpose = jax.vjp(lambda q, k, v: _listed(q, k, v, visible, dtype), *parts)
-        asked = jnp.broadcast_to((query < T)[..., None], (*query.shape, g.shape[-1]))
-        new = transpose(jnp.where(asked, _take(g, here), 0))
-        add = jax.vmap(lambda total, i, part: total.at[i].add(part, mode="drop"))
-        # Rows of one flat dim scatter 10x faster than [K, h] (CPU).
-        return tuple(
-            add(total, index, part.reshape(*index.shape, -1))
-            for total, index, part in zip(grads, (here, key, key), new, strict=True)
-        )
-
-    zeros = tuple(jnp.zeros((*x.shape[:2], x.shape[2] * x.shape[3]), x.dtype) for x in (q, k, v))
-    grads = jax.lax.fori_loop(0, _forest_live(q, blocks), body, zeros)
-    return *(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True)), None
+def _forest_backward(dtype: DTypeLike, saved: tuple[Any, ...], g: jax.Array):
+    *kept, log_mass, end, first = saved
+    q, k, v, out = (restored(x, dtype) for x in kept)
+    return *forest_gradient(q, k, v, out, log_mass, end, g, 0 if first is None else first), None
 
 
 _forest_attend.defvjp(_forest_forward, _forest_backward)

@@ -6,6 +6,8 @@ A token's bits must not depend on its company, so: products take `dtype` operand
 *return* float32, everything else is float32. models/README.md says what was measured.
 """
 
+import functools
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -31,11 +33,20 @@ def dot(spec: str, x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:
     Its gradient rounds the cotangent to `dtype` and returns float32 products in the dtypes of `x` and `w`, so that the
     backward products stay on the same fast path and master weights get unrounded gradients.
     """
-    return _dot(spec, x, w, np.dtype(dtype))
+    return dots(spec, x, (w,), dtype)[0]
+
+
+def dots(spec: str, x: jax.Array, weights: Sequence[jax.Array], dtype: DTypeLike) -> tuple[jax.Array, ...]:
+    """`dot` of one x with each of several weights; their backward shares what it keeps of x, which is x rounded to `dtype`."""
+    return _dots(spec, x, tuple(weights), np.dtype(dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _dot(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
+def _dots(spec: str, x: jax.Array, weights: tuple[jax.Array, ...], dtype: np.dtype) -> tuple[jax.Array, ...]:
+    return tuple(_product(spec, x, w, dtype) for w in weights)
+
+
+def _product(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
     x, w = x.astype(dtype), w.astype(dtype)
     precision = None if dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
     tiled = _tiled(spec, x, w) if dtype == np.float32 else None
@@ -64,20 +75,54 @@ def _tiled(spec: str, x: jax.Array, w: jax.Array, tile: int = 64) -> tuple[str, 
     return f"{left_z},{right_z}->z{out}", cut(x, left), cut(w, right)
 
 
-def _dot_forward(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype):
-    return _dot(spec, x, w, dtype), (x, w)
+def _dots_forward(spec: str, x: jax.Array, weights: tuple[jax.Array, ...], dtype: np.dtype):
+    return _dots(spec, x, weights, dtype), (stored(x, dtype), jnp.zeros(0, x.dtype), weights)
 
 
-def _dot_backward(spec: str, dtype: np.dtype, saved: tuple[jax.Array, jax.Array], g: jax.Array):
-    x, w = saved
+def _dots_backward(spec: str, dtype: np.dtype, saved: tuple[jax.Array, jax.Array, tuple], gs: tuple[jax.Array, ...]):
+    x, like, weights = saved
+    x = restored(x, dtype)
     operands, out = spec.split("->")
     left, right = operands.split(",")
-    dx = dot(f"{out},{right}->{left}", g, w, dtype)
-    dw = dot(f"{left},{out}->{right}", x, g, dtype)
-    return dx.astype(x.dtype), dw.astype(w.dtype)
+    parts = (_product(f"{out},{right}->{left}", g, w, dtype) for g, w in zip(gs, weights, strict=True))
+    dx = functools.reduce(jnp.add, parts).astype(like.dtype)
+    return dx, tuple(_outer(left, out, right, x, g, dtype).astype(w.dtype) for g, w in zip(gs, weights, strict=True))
 
 
-_dot.defvjp(_dot_forward, _dot_backward)
+_dots.defvjp(_dots_forward, _dots_backward)
+
+
+def _outer(left: str, out: str, right: str, x: jax.Array, g: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The gradient of a weight, `einsum("left,out->right", x, g)`.
+
+    16-bit matrices: XLA-CPU contracts over the first dim of the left operand in float32, at 40 % of the rate that the last one
+    gets (measured), so the operand that gives the result's rows is turned first.
+    """
+    if x.ndim != 2 or g.ndim != 2 or dtype.itemsize != 2:
+        return _product(f"{left},{out}->{right}", x, g, dtype)
+    if right[0] in out:
+        left, out, x, g = out, left, g, x
+    return _product(f"{left[::-1]},{out}->{right}", turned(x.astype(dtype)), g, dtype)
+
+
+def stored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """x rounded to `dtype`, for a backward: 16-bit floats as bit patterns, as XLA-CPU would widen a scan's whole stack of them
+    (measured)."""
+    x = x.astype(dtype)
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def restored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """What `stored` was given, rounded to the same `dtype`."""
+    return jax.lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
+
+
+def turned(x: jax.Array) -> jax.Array:
+    """The transpose of a matrix, written out by way of three dims. XLA folds a plain one into the product that reads it, which
+    XLA-CPU then runs in float32, or, where the right operand contracts its last dim, not at all (jax 0.10.2: an error)."""
+    n, m = x.shape
+    part = next((s for s in (64, 32, 16, 8, 4, 2) if n % s == 0), 1)
+    return x.reshape(n // part, part, m).transpose(2, 0, 1).reshape(m, n)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -158,9 +203,52 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
     D stands outside the root: a product before the sum with eps might be contracted with it in one program and not in another.
     """
+    return _rms_norm(x, scale, eps)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    return _rms_norm_forward(x, scale, eps)[0]
+
+
+def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
     D = x.shape[-1]
-    inverse = jax.lax.rsqrt(row_sum(x * x) + D * eps)[..., None]
-    return x * (inverse * D**0.5) * jnp.broadcast_to(scale, x.shape)
+    return jax.lax.rsqrt(row_sum(x * x) + D * eps)[..., None] * D**0.5
+
+
+def _rms_norm_forward(x: jax.Array, scale: jax.Array, eps: float):
+    inverse = _inverse_rms(x, eps)
+    return x * inverse * jnp.broadcast_to(scale, x.shape), (x, inverse, scale)
+
+
+def _rms_norm_backward(eps: float, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array):
+    x, inverse, scale = saved
+    unit = x * inverse
+    g_unit = g * jnp.broadcast_to(scale, x.shape)
+    dx = inverse * (g_unit - unit * (row_sum(g_unit * unit) / x.shape[-1])[..., None])
+    return dx, (g * unit).sum(axis=tuple(range(x.ndim - 1)))
+
+
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def gated(gate: jax.Array, up: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """silu(gate) * up (Shazeer, arXiv 2002.05202); the backward keeps both rounded to `dtype`."""
+    return jax.nn.silu(gate) * up
+
+
+def _gated_forward(gate: jax.Array, up: jax.Array, dtype: DTypeLike):
+    return gated(gate, up, dtype), (stored(gate, dtype), stored(up, dtype))
+
+
+def _gated_backward(dtype: DTypeLike, saved: tuple[jax.Array, jax.Array], g: jax.Array):
+    gate, up = (restored(x, dtype).astype(g.dtype) for x in saved)
+    sigmoid = jax.nn.sigmoid(gate)
+    return g * up * sigmoid * (1 + gate * (1 - sigmoid)), g * gate * sigmoid
+
+
+gated.defvjp(_gated_forward, _gated_backward)
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:

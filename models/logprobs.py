@@ -4,11 +4,13 @@ Legend: B rows, T tokens, D model, V vocab, N tiles of the vocab.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from models.layers import exp_from, row_sum, tempered
+from models.layers import dot, exp_from, row_sum, tempered, turned
 from models.transformer import Transformer
 from sharding.vocabulary import Head
 
@@ -16,6 +18,12 @@ PADDING = -1e30
 """logit of what is no id: its weight is 0, and so is weight x logit"""
 TILE = 64
 """neighbouring tokens whose weights are summed first; the sampler draws a tile, then a token of it"""
+
+VOCAB_TILE = 2048
+"""rows of the head whose gradient is computed at a time"""
+TOKENS_AT_ONCE = 1024
+"""tokens of all rows that do so together: with so many, a tile's logits take 8 MB (1,024 is 10 % faster than 512, and no slower
+than 2,048: measured)"""
 
 
 @jax.tree_util.register_dataclass
@@ -77,10 +85,11 @@ def _of_parts(logits_TV: jax.Array, ids_T: jax.Array, head: Head) -> tuple[jax.A
     return logp, -_all_ids((jnp.exp(log_p) * log_p).sum(axis=-1), head.axes)
 
 
-def entropy(logits_TV: jax.Array) -> jax.Array:
-    """Of softmax(logits), in nats, `[T]`."""
-    log_p = jax.nn.log_softmax(logits_TV, axis=-1)
-    return -(jnp.exp(log_p) * log_p).sum(axis=-1)
+def entropy(logits_TV: jax.Array, parts: Tiles) -> jax.Array:
+    """Of softmax(logits), in nats, `[T]`; logits are finite."""
+    below = logits_TV - jnp.broadcast_to(parts.top_T1, logits_TV.shape)
+    mean = (jnp.exp(below) * below).sum(axis=-1) * jnp.exp(-parts.log_total_T1[:, 0])
+    return parts.log_total_T1[:, 0] - mean
 
 
 def likeliest(logits_TV: jax.Array, parts: Tiles, n: int) -> tuple[jax.Array, jax.Array]:
@@ -110,23 +119,34 @@ def token_log_probs(
 
     `chunk` tokens of each row are computed at a time; `chunk` divides T.
 
-    The logits of a chunk are recomputed in the backward, so neither pass ever holds `[T, V]`. Chunks without a used token
-    give zeros and cost nothing. On a mesh each device makes the logits of its part of the vocabulary (`sharding.vocabulary`).
+    Logits are recomputed in the backward, so neither pass ever holds `[T, V]`. Chunks without a used token give zeros and cost
+    nothing. Rows stay a leading dim, so that a mesh that splits them splits this too. `temperature` has no gradient.
     """
-    B, T, D = hidden_BTD.shape
-    assert T % chunk == 0, (T, chunk)
-    shards, head = model.shards, model.head_part()
+    assert hidden_BTD.shape[1] % chunk == 0, (hidden_BTD.shape, chunk)
+    head, ids, used = model.head_part(), jnp.asarray(ids_BT), jnp.asarray(used_BT)
+    temperature = jax.lax.stop_gradient(temperature)
+    if head.axes:
+        return _log_probs_of_parts(model, head, hidden_BTD, ids, temperature, used, chunk)
+    return _log_probs(hidden_BTD, head.weight, ids, temperature, used, model.head_spec, np.dtype(model.dtype), chunk)
+
+
+def _log_probs_of_parts(
+    model: Transformer,
+    head: Head,
+    hidden_BTD: jax.Array,
+    ids_BT: jax.Array,
+    temperature: jax.Array,
+    used_BT: jax.Array,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`token_log_probs` on a mesh: each device makes the logits of its part of the vocabulary (`sharding.vocabulary`)."""
+    (B, T, D), shards = hidden_BTD.shape, model.shards
 
     def compute(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         hidden, ids = (shards.everyones(x, head.axes, model.dtype) for x in (hidden, ids))
         logits = model.products(hidden.reshape(-1, D), head.weight)
         logits = tempered(logits, jnp.broadcast_to(temperature, logits.shape))
-        if head.axes:
-            logp, spread = _of_parts(logits, ids.reshape(-1), head)
-        else:
-            spread = entropy(jax.lax.stop_gradient(logits))
-            logp = log_prob(logits, ids.reshape(-1))
-        logp, spread = (shards.own(x.reshape(ids.shape), head.axes) for x in (logp, spread))
+        logp, spread = (shards.own(x.reshape(ids.shape), head.axes) for x in _of_parts(logits, ids.reshape(-1), head))
         return logp, spread
 
     def nothing(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -145,3 +165,105 @@ def token_log_probs(
     used = used.reshape(-1, T // chunk).any(axis=0)
     logp, spread = jax.lax.map(some, (split(hidden_BTD), split(ids_BT), used))
     return logp.swapaxes(0, 1).reshape(B, T), spread.swapaxes(0, 1).reshape(B, T)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _log_probs(
+    hidden: jax.Array,
+    weight: jax.Array,
+    ids: jax.Array,
+    temperature: jax.Array,
+    used: jax.Array,
+    spec: str,
+    dtype: np.dtype,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array]:
+    return _log_probs_forward(hidden, weight, ids, temperature, used, spec, dtype, chunk)[0]
+
+
+def _log_probs_forward(hidden, weight, ids, temperature, used, spec: str, dtype: np.dtype, chunk: int):
+    B, T, D = hidden.shape
+    rounded = weight.astype(dtype)
+
+    def compute(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+        logits = dot(spec, hidden.reshape(-1, D), rounded, dtype)
+        logits = tempered(logits, jnp.broadcast_to(temperature, logits.shape))
+        parts = tiles(logits)
+        chosen = parts.log_probs(jnp.take_along_axis(logits, ids.reshape(-1)[:, None], axis=-1))
+        log_total = parts.top_T1 + parts.log_total_T1
+        return tuple(x.reshape(B, chunk) for x in (chosen, log_total, entropy(logits, parts)))
+
+    def nothing(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+        return (jnp.zeros((B, chunk), hidden.dtype),) * 3
+
+    def some(parts: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        hidden, ids, used = parts
+        return jax.lax.cond(used.any(), compute, nothing, hidden, ids)
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    found = jax.lax.map(some, (split(hidden), split(ids), split(used)))
+    out, log_totals, spread = (x.swapaxes(0, 1).reshape(B, T) for x in found)
+    return (out, spread), (hidden, weight, ids, temperature, used, log_totals)
+
+
+def _log_probs_backward(spec: str, dtype: np.dtype, chunk: int, saved: tuple[jax.Array, ...], gs: tuple[jax.Array, jax.Array]):
+    """By tiles of the vocab, and in each by chunks of tokens: a tile's logits stay in cache, and its weights' gradient is
+    written once. A tile takes rows of 8 stretches of the vocab, so that a mesh that splits the vocab splits each tile.
+
+    Logits are made as vocab x tokens: then each product contracts the last dim of its left operand (see `layers.dots`).
+    """
+    hidden, weight, ids, temperature, used, log_totals = saved
+    g_BT, _ = gs
+    (B, T, D), turn = hidden.shape, spec == "td,dv->tv"
+    table = turned(weight) if turn else weight  # rounded tile by tile: XLA-CPU would widen a 16-bit one for its slices
+    V = table.shape[0]
+    size = min(VOCAB_TILE, V + -V % 8)
+    part, N = size // 8, -(-V // size)
+    table = jnp.pad(table, ((0, N * size - V), (0, 0))).reshape(8, N, part, D)
+    many = max(c for c in range(chunk, T + 1, chunk) if T % c == 0 and (c == chunk or B * c <= TOKENS_AT_ONCE))
+
+    def split(x: jax.Array) -> jax.Array:
+        """`[B, T, ...]` -> `[T / many, B many, ...]`"""
+        return x.reshape(B, T // many, many, *x.shape[2:]).swapaxes(0, 1).reshape(T // many, B * many, *x.shape[2:])
+
+    alive = split(used).any(axis=1)
+    [chunks] = jnp.nonzero(alive, size=len(alive), fill_value=0)
+    slope = jnp.where(split(used), split(g_BT) / temperature, 0)
+    states, ids, log_totals = split(hidden).astype(dtype), split(ids), split(log_totals)
+
+    def tile(n: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        dtable, dstates = grads
+        w = table[:, n].reshape(size, D).astype(dtype)
+        w_turned = turned(w)
+        first = jnp.arange(8)[:, None] * (N * part) + n * part
+        names = (first + jnp.arange(part)[None]).reshape(size, 1)
+
+        def some(at: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            dw, dstates = grads
+            c = chunks[at]
+            logits = dot("vd,td->vt", w, states[c], dtype) / temperature
+            p = jnp.exp(logits - jnp.broadcast_to(log_totals[c][None], logits.shape))
+            hit = jnp.broadcast_to(names, p.shape) == jnp.broadcast_to(ids[c][None], p.shape)
+            dlogits = (hit.astype(p.dtype) - p) * jnp.broadcast_to(slope[c][None], p.shape)
+            dw += dot("vt,td->vd", dlogits, states[c], dtype)
+            return dw, dstates.at[c].add(dot("dv,vt->dt", w_turned, dlogits, dtype))
+
+        dw, dstates = jax.lax.fori_loop(0, alive.sum(), some, (jnp.zeros((size, D), g_BT.dtype), dstates))
+        return dtable.at[:, n].set(dw.reshape(8, part, D)), dstates
+
+    zeros = jnp.zeros((8, N, part, D), g_BT.dtype), jnp.zeros((T // many, D, B * many), g_BT.dtype)
+    dtable, dstates = jax.lax.fori_loop(0, N, tile, zeros)
+    dtable = dtable.reshape(N * size, D)[:V]
+    dhidden = dstates.reshape(T // many, D, B, many).transpose(2, 0, 3, 1).reshape(B, T, D)
+    return (
+        dhidden.astype(hidden.dtype),
+        (turned(dtable) if turn else dtable).astype(weight.dtype),
+        None,
+        jnp.zeros_like(temperature),
+        None,
+    )
+
+
+_log_probs.defvjp(_log_probs_forward, _log_probs_backward)

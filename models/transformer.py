@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from models.attention import Context
 from models.config import ModelConfig
-from models.layers import dot, published, rms_norm, rope_tables, rotate
+from models.layers import dot, dots, gated, published, rms_norm, rope_tables, rotate
 from sharding.rules import Weight
 from sharding.shards import Shards, gathers
 from sharding.vocabulary import Head, lookup
@@ -71,16 +71,16 @@ class Block(nnx.Module):
     def norm(self, x: jax.Array, scale: nnx.Param) -> jax.Array:
         return rms_norm(x, published(scale[...], self.dtype), self.eps)
 
-    def project(self, x: jax.Array, w: nnx.Param) -> jax.Array:
-        """`[..., D] x [D, ...]`, as one product of matrices."""
-        array = w[...]
-        out = dot("td,df->tf", x.reshape(-1, x.shape[-1]), array.reshape(array.shape[0], -1), self.dtype)
-        out = checkpoint_name(out, PRODUCT)
-        return out.reshape(*x.shape[:-1], *array.shape[1:])
+    def project(self, x: jax.Array, *weights: nnx.Param) -> list[jax.Array]:
+        """`[..., D] x [D, ...]` for each weight, as products of matrices."""
+        arrays = [w[...] for w in weights]
+        matrices = [array.reshape(array.shape[0], -1) for array in arrays]
+        outs = [checkpoint_name(out, PRODUCT) for out in dots("td,df->tf", x.reshape(-1, x.shape[-1]), matrices, self.dtype)]
+        return [out.reshape(*x.shape[:-1], *array.shape[1:]) for out, array in zip(outs, arrays, strict=True)]
 
     def attention(self, layer, x: jax.Array, rope: tuple[jax.Array, jax.Array], context: Context) -> jax.Array:
         y = self.norm(x, self.attn_norm)
-        q, k, v = self.project(y, self.q), self.project(y, self.k), self.project(y, self.v)
+        q, k, v = self.project(y, self.q, self.k, self.v)
         if hasattr(self, "q_norm"):
             q, k = self.norm(q, self.q_norm), self.norm(k, self.k_norm)
         out = context.attend(layer, rotate(q, rope, self.dtype), rotate(k, rope, self.dtype), v)
@@ -89,8 +89,8 @@ class Block(nnx.Module):
         return dot("te,ed->td", out.reshape(-1, out.shape[-1]), w.reshape(-1, w.shape[-1]), self.dtype).reshape(x.shape)
 
     def mlp(self, x: jax.Array) -> jax.Array:
-        y = self.norm(x, self.mlp_norm)
-        return self.project(jax.nn.silu(self.project(y, self.gate)) * self.project(y, self.up), self.down)
+        gate, up = self.project(self.norm(x, self.mlp_norm), self.gate, self.up)
+        return self.project(gated(gate, up, self.dtype), self.down)[0]
 
     def __call__(
         self, layer, x: jax.Array, rope: tuple[jax.Array, jax.Array], context: Context, shards: Shards = ALONE
@@ -196,9 +196,14 @@ class Transformer(nnx.Module):
         w = self._unembedding
         return Head.of(self.shards, w[...], w.get_metadata()["description"].dims, self.dtype)
 
+    @property
+    def head_spec(self) -> str:
+        """The head's products, for `dot`."""
+        return "td,vd->tv" if self.config.tied_head else "td,dv->tv"
+
     def products(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
         """Hidden states `[T, D]` -> logits of the head's ids, or of a part of them."""
-        return dot("td,vd->tv" if self.config.tied_head else "td,dv->tv", hidden, weight, self.dtype)
+        return dot(self.head_spec, hidden, weight, self.dtype)
 
 
 def _named(model: Transformer) -> list[tuple[str, tuple, nnx.Param]]:

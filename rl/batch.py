@@ -46,6 +46,13 @@ class Sample:
         return np.nonzero(self.weights > 0)[0]
 
 
+def on_tokens(sample: Sample, values: np.ndarray) -> np.ndarray:
+    """float32 [n], aligned with the ids: what was read of the trained tokens, in order; 0 elsewhere."""
+    aligned = np.zeros(len(sample.ids), np.float32)
+    aligned[sample.trained] = values
+    return aligned
+
+
 OPTIONAL = {"reference_logp": "reference_logprobs", "old_values": "values", "returns": "returns"}
 """fields of LossBatch that only some losses read -> where a sample has them"""
 

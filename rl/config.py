@@ -1,9 +1,5 @@
 """The whole configuration of a run, as typed sections. Files in configs/ fill it; unknown or missing keys are refused."""
 
-import dataclasses
-import difflib
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -11,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from inference.config import EngineConfig
-from rl.advantages import Baseline, Std
+from rl.build import UNLESS
+from rl.build import build as build
 from rl.corrections import KlKind, OldLogp
+from rl.credit import AdvantageConfig
+from rl.datasets import TooLong
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from sharding.rules import Axes
 
+DATA_LOSSES = ("sft", "dpo")
+"""of runs that learn from a file"""
+NO_TASKS = "none"
 DTYPES = ("bfloat16", "float32")
 MINIMA = {
     "steps": 0,
@@ -37,6 +39,7 @@ MINIMA = {
     "evaluation.every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "checkpoint.keep_every": 0,
 }
 """least values of whole numbers; the engine checks its own sizes"""
 TEMPERATURES = (1e-4, 1e4)
@@ -56,7 +59,7 @@ class ModelSection:
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSection:
     kind: str
-    """`reasoning_gym` or `arithmetic`"""
+    """`reasoning_gym` or `arithmetic`; `none` where a run learns from a file and is not evaluated"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """the environment's own"""
     renderer: str = "chatml"
@@ -74,9 +77,6 @@ class RolloutSection:
     max_tokens: int
     """most tokens sampled in a turn"""
     temperature: float = 1.0
-    std: Std = "population"
-    """what group advantages are divided by"""
-    baseline: Baseline = "mean"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +132,40 @@ class TrainerSection(OptimizerConfig, Placement):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticSection(OptimizerConfig):
+    """The critic of advantages.kind = "gae": the policy's first weights with a value head, in the trainer's mesh and layout."""
+
+    learning_rate: float = 1e-5
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+    """of rl.losses.value"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WarmupSection:
     """Supervised steps on the tasks' own answers, before reinforcement learning. Reported as phase `sft`."""
 
     steps: int = 0
     tasks: int = 16
     """tasks of a supervised step; drawn from their own keys"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Learning from a file instead of from rollouts, with trainer.loss `sft` or `dpo`. What its lines hold: rl/datasets.py."""
+
+    path: str
+    """JSON lines"""
+    batch: int
+    """examples of a step; of dpo, pairs"""
+    epochs: int = 0
+    """passes over the file; 0: `steps` says how long the run is"""
+    too_long: TooLong = "refuse"
+    """what becomes of examples that fit no row"""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("epochs", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"data.{name}: must be at least {least}, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +182,13 @@ class CheckpointSection:
     every: int = 0
     """steps between checkpoints; 0: only after the last"""
     keep: int = 1
+    """the newest ones that are kept"""
+    keep_every: int = 0
+    """those whose step it divides are kept for good; 0: none"""
+
+
+NO_ROLLOUT = RolloutSection(prompts=1, samples=2, max_tokens=1)
+NO_ENGINE = EngineSection(max_context=128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,15 +196,20 @@ class RunConfig:
     name: str
     """the run's folder in `run_dir`: a plain name"""
     steps: int
-    """reinforcement-learning steps"""
+    """reinforcement-learning steps; with `data`, steps on its examples"""
     model: ModelSection
     environment: EnvironmentSection
-    rollout: RolloutSection
-    engine: EngineSection
+    rollout: RolloutSection = field(default=NO_ROLLOUT, metadata={UNLESS: "data"})
+    engine: EngineSection = field(default=NO_ENGINE, metadata={UNLESS: "data"})
     trainer: TrainerSection
+    data: DataSection | None = None
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    critic: CriticSection = CriticSection()
     warmup: WarmupSection = WarmupSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    fork: str = ""
+    """`RUN_DIR@STEP`: begin with that run's checkpoint instead of the model's weights; `steps` then counts its steps too"""
     seed: int = 0
     run_dir: str = "runs"
     transcripts_every: int = 10
@@ -195,84 +235,24 @@ class RunConfig:
                 f"rollout.temperature: must be from {TEMPERATURES[0]} to {TEMPERATURES[1]}, got {self.rollout.temperature}; "
                 f"greedy samples cannot be trained on"
             )
-        if self.trainer.loss == "sft":
-            errors.append("trainer.loss: 'sft' has no advantages to train on; use warmup.steps for supervised steps")
+        if self.data is None:
+            if self.trainer.loss in DATA_LOSSES:
+                errors.append(
+                    f"trainer.loss: {self.trainer.loss!r} has no rollouts to learn from; give examples in data.path, or use "
+                    f"warmup.steps for supervised steps on the tasks' own answers"
+                )
+            if self.environment.kind == NO_TASKS:
+                errors.append("environment.kind: 'none' has no tasks to learn from; name an environment, or give data.path")
+        else:
+            if self.trainer.loss not in DATA_LOSSES:
+                errors.append(
+                    f"trainer.loss: {self.trainer.loss!r} learns from rollouts; with data.path, use one of {DATA_LOSSES}"
+                )
+            if self.environment.kind != NO_TASKS and (self.rollout is NO_ROLLOUT or self.engine is NO_ENGINE):
+                errors.append("environment.kind: is evaluated with rollout and engine; give both sections, or set it to 'none'")
+            if self.warmup.steps:
+                errors.append("warmup.steps: a run that learns from data.path has no other supervised steps; set it to 0")
+            if bool(self.data.epochs) == bool(self.steps):
+                errors.append("data.epochs: says how long the run is, and so does steps; set one of them, the other to 0")
         if errors:
             raise ValueError("; ".join(errors))
-
-
-def build(cls: type, given: Mapping[str, Any], where: str = "config") -> Any:
-    """A section from nested mappings.
-
-    Raises:
-        ValueError: every unknown, missing or mistyped key below `where`, named, in one error.
-    """
-    errors: list[str] = []
-    result = _build(cls, given, where, errors)
-    if errors:
-        raise ValueError("; ".join(errors))
-    return result
-
-
-def _build(cls: type, given: Mapping[str, Any], where: str, errors: list[str]) -> Any:
-    hints = typing.get_type_hints(cls)
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    before = len(errors)
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            fix = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(sorted(known))}"
-            errors.append(f"{where}.{name}: unknown key; {fix}")
-    values = {}
-    for name, item in known.items():
-        if name in given:
-            values[name] = _value(hints[name], given[name], f"{where}.{name}", errors)
-        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
-            errors.append(f"{where}.{name}: missing; set it in the config file")
-    if len(errors) > before:
-        return None
-    try:
-        return cls(**values)
-    except ValueError as error:
-        errors.append(f"{where}: {error}")
-        return None
-
-
-def _value(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
-    origin = typing.get_origin(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        assert isinstance(hint, type)
-        return _build(hint, value, where, errors)
-    if origin is Mapping and isinstance(value, Mapping):
-        of = typing.get_args(hint)[1]
-        return {key: _value(of, item, f"{where}.{key}", errors) for key, item in value.items()}
-    try:
-        return _plain(hint, value)
-    except TypeError:
-        if origin is typing.Literal:
-            expected = f"one of {typing.get_args(hint)}"
-        else:
-            expected = hint.__name__ if isinstance(hint, type) and origin is not tuple else str(hint)
-        errors.append(f"{where}: expected {expected}, got {value!r}")
-        return value
-
-
-def _plain(hint: Any, value: Any) -> Any:
-    """The value as its hint says: lists become tuples, ints floats. TypeError where it does not fit."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or (origin is typing.Literal and value in inner):
-        return value
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_plain(inner[0], item) for item in value)
-    if origin is types.UnionType:
-        for each in inner:
-            try:
-                return _plain(each, value)
-            except TypeError:
-                pass
-    number = isinstance(value, int) and not isinstance(value, bool)
-    if hint is float and number:
-        return float(value)
-    if origin is None and isinstance(hint, type) and isinstance(value, hint) and (hint is not int or number):
-        return value
-    raise TypeError

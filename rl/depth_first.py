@@ -52,7 +52,8 @@ class DepthFirst:
         self.contexts = contexts(layout)
         self._shape = (config.num_layers, self.contexts[-1], config.num_kv_heads, config.head_dim)
         self._zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=self._buffer)
-        self._programs: dict[tuple[str, int, int], Any] = {}
+        self.compiled: dict[tuple[str, int, int], Any] = {}
+        """(enter or leave, T, C) -> program"""
 
     # ---- programs
 
@@ -125,14 +126,14 @@ class DepthFirst:
             for C in self.contexts:
                 if C >= T:
                     for kind in ("enter", "leave"):
-                        if (kind, T, C) not in self._programs:
-                            self._programs[kind, T, C] = self.lower(kind, T, C).compile()
+                        if (kind, T, C) not in self.compiled:
+                            self.compiled[kind, T, C] = self.lower(kind, T, C).compile()
         jax.block_until_ready((self._empty(self.definition.dtype), self._empty(self.accum)))
 
     def _run(self, kind: str, segment: Segment, *arguments: Any) -> Any:
         C = next(C for C in self.contexts if segment.start + segment.size <= C)
-        assert (kind, segment.size, C) in self._programs, "warm_up() first"
-        return self._programs[kind, segment.size, C](*arguments)
+        assert (kind, segment.size, C) in self.compiled, "warm_up() first"
+        return self.compiled[kind, segment.size, C](*arguments)
 
     # ---- the walk
 

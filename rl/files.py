@@ -16,11 +16,15 @@ from typing import Any
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from rl.checkpoint import split
 from rl.config import RunConfig, build
 from rl.rollout import Rollout
 
-CHANGEABLE = {"steps", "checkpoint", "transcripts_every", "export"}
-"""config keys that a resumed run may change"""
+CHANGEABLE = {"steps", "data.epochs", "checkpoint", "transcripts_every", "export"}
+"""config keys that a resumed run may change, and goes on bit for bit"""
+PLACES = {f"{side}.{key}" for side in ("trainer", "engine") for key in ("mesh", "rules", "first_device")}
+PLACES |= {"trainer.rows", "trainer.remat"}
+"""those that it may change too, and goes on within rounding (1e-5 in float32): where and in which order it computes"""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 """those whose versions a run records"""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
@@ -29,7 +33,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 class Records:
     """The files of a run, and its TensorBoard events.
 
-    Lines past the step that a run resumes from are dropped: those steps are made again.
+    Lines and rollouts past the step that a run resumes from are dropped: those steps are made again. A step's rollouts are
+    written before its line, and its line before its checkpoint begins, so none is missing for the step of a checkpoint.
     """
 
     def __init__(self, directory: Path, resume_step: int):
@@ -42,6 +47,9 @@ class Records:
             if resume_step == 0:
                 kept = []
             write_whole(directory / name, "".join(json.dumps(line) + "\n" for line in kept))
+        for path in (directory / "rollouts").iterdir():  # named KIND_STEP.jsonl
+            if int(path.name.partition(".")[0].rpartition("_")[2]) > resume_step:
+                path.unlink()
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.directory / name
@@ -52,6 +60,8 @@ class Records:
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.directory / name).open("a") as file:
             file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint, which is on the disk, never outlives the lines before it
         if self._events is None:  # not before: reading a finished run's records leaves no event file
             self._events = SummaryWriter(str(self.directory / "tensorboard"), purge_step=self._resume_step + 1)
         for key, value in line.items():
@@ -81,8 +91,10 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def check_directory(directory: Path, config_json: str) -> None:
+def check_directory(directory: Path, config_json: str) -> list[str]:
     """Refuses a folder that holds a run of another config; what is left to its default is equal to that default.
+
+    Returns: the keys of PLACES that differ.
 
     Raises:
         ValueError: names every key that differs.
@@ -96,13 +108,18 @@ def check_directory(directory: Path, config_json: str) -> None:
                 f"{path}: is no config of this version of twinax ({error}); give this run another config.name, or remove "
                 f"that folder"
             ) from error
-        changed = _changed(old, _built(config_json))
-        changed = sorted(key for key in changed if key.split(".")[0] not in CHANGEABLE)
-        if changed:
+        changed = sorted(key for key in _changed(old, _built(config_json)) if not _among(key, CHANGEABLE))
+        if refused := [key for key in changed if not _among(key, PLACES)]:
             raise ValueError(
-                f"config.{', config.'.join(changed)}: differs from the run that {directory} holds; give this run another "
+                f"config.{', config.'.join(refused)}: differs from the run that {directory} holds; give this run another "
                 f"config.name, or remove that folder"
             )
+        return changed
+    return []
+
+
+def _among(key: str, sections: set[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def _built(config_json: str) -> dict[str, Any]:
@@ -138,7 +155,7 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def run_record(
-    config_json: str, model_source: Path | None, renderer_name: str, renderer_version: int, seed: int
+    config_json: str, model_source: Path | None, renderer_name: str, renderer_version: int, seed: int, fork: str = ""
 ) -> dict[str, Any]:
     """What a run was made with. Hashes are sha256; None: there is no such file, or no git checkout."""
     weights = sorted(model_source.glob("*.safetensors")) if model_source else []
@@ -154,7 +171,14 @@ def run_record(
         "renderer": renderer_name,
         "renderer_version": renderer_version,
         "seed": seed,
+        "fork": _parent(fork),
     }
+
+
+def _parent(fork: str) -> dict[str, Any] | None:
+    """The run that a run was forked from."""
+    directory, step = split(fork)
+    return {"id": Path(directory).name, "directory": directory, "step": step} if fork else None
 
 
 def _commit(checkout: Path) -> str | None:
@@ -184,32 +208,41 @@ def summary(records: Records, compile_s: float) -> dict[str, Any]:
     steps = [line for line in lines if line["phase"] == "rl"]
     evaluations = records.evaluations()
 
-    def over(key: str) -> float:
-        return sum(line[key] for line in steps)
+    def over(key: str, some: Sequence[Mapping[str, Any]] = steps) -> float:
+        return sum(line[key] for line in some)
 
     def at(index: int, key: str) -> float | None:
         return evaluations[index][key] if evaluations else None
 
-    few = max(1, min(5, len(steps) // 4))
-    ends = [np.mean([line["reward"] for line in part]) if part else None for part in (steps[:few], steps[-few:])]
+    trained = steps or lines  # a run that learns from a file has no others
+    preferences = [line for line in lines if line["phase"] == "dpo"]
     tokens = over("tokens")
     return {
+        **_ends("loss", trained),
+        **(_ends("pair_accuracy", preferences) if preferences else {}),
         "eval_before": at(0, "eval"),
         "eval_after": at(-1, "eval"),
         "greedy_before": at(0, "greedy"),
         "greedy_after": at(-1, "greedy"),
         "constant_answer": at(0, "constant_answer"),
-        "reward_first": ends[0],
-        "reward_last": ends[1],
+        **_ends("reward", steps),
         "steps": len(steps),
-        "sft_steps": len(lines) - len(steps),
+        "sft_steps": len(lines) - len(steps) - len(preferences),
+        "dpo_steps": len(preferences),
         "train_wall_s": sum(line["time/step_s"] for line in lines),
         "compile_s": compile_s,
         "rollout_tokens_per_s": over("sampled_tokens") / max(over("time/rollout_s"), 1e-9),
-        "train_tokens_per_s": over("tokens_in") / max(over("time/train_s"), 1e-9),
-        "forest_compression": over("tokens_in") / max(over("tokens_kept"), 1),
+        "train_tokens_per_s": over("tokens_in", trained) / max(over("time/train_s", trained), 1e-9),
+        "forest_compression": over("tokens_in", trained) / max(over("tokens_kept", trained), 1),
         "prefix_hit_rate": over("prefix_hit_rate") / max(len(steps), 1),
         "max_abs_logprob_gap": max((line["max_abs_gap"] for line in steps), default=0.0),
         "mean_k3": sum(line["k3"] * line["tokens"] for line in steps) / max(tokens, 1),
         "compiles_after_warmup": sum(line["compiles"] for line in lines),
     }
+
+
+def _ends(key: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Means over the first and the last few lines; None where there are none."""
+    few = max(1, min(5, len(lines) // 4))
+    parts = {"first": lines[:few], "last": lines[-few:]}
+    return {f"{key}_{end}": float(np.mean([line[key] for line in part])) if part else None for end, part in parts.items()}

@@ -110,6 +110,8 @@ class PackStats:
     """row places, padding included"""
     key_sum: int = 0
     """keys that the tokens in rows see, in sum"""
+    reads: int = 0
+    """log-probs that are read, shared ones once"""
 
     @property
     def compression(self) -> float:
@@ -119,8 +121,8 @@ class PackStats:
 class _Row:
     """A row being filled, branch by branch in sorted order."""
 
-    def __init__(self, layout: Layout):
-        self.layout = layout
+    def __init__(self, layout: Layout, share: bool):
+        self.layout, self.share = layout, share
         self.tokens: list[int] = []
         self.depth: list[int] = []
         self.end: list[int] = []
@@ -135,7 +137,7 @@ class _Row:
         self.blocks: list[tuple[int, int, np.ndarray]] = []
 
     def shared(self, ids: np.ndarray) -> int:
-        n = min(len(ids), len(self.last))
+        n = min(len(ids), len(self.last)) if self.share else 0
         differ = np.nonzero(ids[:n] != self.last[:n])[0]
         return int(differ[0]) if len(differ) else n
 
@@ -176,7 +178,7 @@ class _Row:
             return [self]
         numbers = [number for number, _ in self.branches]
         assert len(numbers) > 1, "a chain fills its query blocks"
-        halves = (_Row(self.layout), _Row(self.layout))
+        halves = (_Row(self.layout, self.share), _Row(self.layout, self.share))
         for at, number in enumerate(numbers):
             halves[at >= len(numbers) // 2].add(number, branches[number])
         return [piece for half in halves for piece in half.closed(branches)]
@@ -230,19 +232,22 @@ def sort_branches(branches: Sequence[Branch]) -> list[int]:
     return sorted(range(len(branches)), key=lambda n: branches[n].ids.astype(">u4").tobytes())
 
 
-def pack(branches: Sequence[Branch], layout: Layout) -> tuple[list[MicroBatch], PackStats]:
+def pack(branches: Sequence[Branch], layout: Layout, share: bool = True) -> tuple[list[MicroBatch], PackStats]:
     """Branches -> micro-batches of rows of tries, each branch whole in one row.
+
+    Args:
+        share: False repeats every prefix, and packs in the order given: dense packing, for comparison.
 
     Raises:
         ValueError: a branch that cannot fit, or whose first token is to be trained.
     """
     for number, branch in enumerate(branches):
         check_branch(number, branch, layout)
-    order = sort_branches(branches)
+    order = sort_branches(branches) if share else range(len(branches))
     rows: list[_Row] = []
     for number in order:
         if not rows or not rows[-1].fits(branches[number]):
-            rows.append(_Row(layout))
+            rows.append(_Row(layout, share))
         rows[-1].add(number, branches[number])
     rows = [piece for row in rows for piece in row.closed(branches)]
     batches = []
@@ -260,6 +265,7 @@ def pack(branches: Sequence[Branch], layout: Layout) -> tuple[list[MicroBatch], 
         tokens_kept=sum(len(row.tokens) for row in rows),
         slots=len(batches) * layout.rows * layout.tokens,
         key_sum=sum(sum(row.depth) + len(row.depth) for row in rows),
+        reads=sum(len(row.read) for row in rows),
     )
     return batches, stats
 
@@ -267,7 +273,9 @@ def pack(branches: Sequence[Branch], layout: Layout) -> tuple[list[MicroBatch], 
 def _slots(places: Sequence[int], shard: int, room: int) -> np.ndarray:
     """Where things at these row places stand: in order, each in its device's part of `room` slots."""
     device = np.asarray(places, np.int64) // shard
-    before = np.array([np.count_nonzero(device[:at] == device[at]) for at in range(len(device))], np.int64)
+    order = np.argsort(device, kind="stable")
+    before = np.empty(len(device), np.int64)
+    before[order] = np.arange(len(device)) - np.searchsorted(device[order], device[order])
     return device * room + before
 
 

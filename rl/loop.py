@@ -8,30 +8,38 @@
     rollout      the weights of the last step       train
     train        all episodes of the step           publish
     publish      the optimizer step                 the next rollout
-    checkpoint   the metrics line of its step       nobody (the next step starts after it)
+    checkpoint   the metrics line of its step       the next checkpoint; it is written while the next steps run
 
 Everything random derives from (seed, step, task, sample), so a run that was killed goes on from its last checkpoint exactly
-as if it had not been.
+as if it had not been: what was recorded past that checkpoint is dropped, and made again.
 """
 
 import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from models.compiles import CompileCounter
-from rl.advantages import group_advantages
 from rl.batch import Sample
-from rl.checkpoint import Checkpoints
+from rl.checkpoint import Checkpoints, split
 from rl.config import RunConfig
+from rl.credit import assign
+from rl.datasets import Dataset
 from rl.environments import EVAL_KEYS, TRAIN_KEYS
 from rl.files import Records, check_directory, lock, run_record, summary, write_whole
+from rl.resume import begin, check_data, check_fork, save
 from rl.rollout import Rollout
 from rl.run import Run, export, make_run, warmup_keys
+from rl.supervised import DataRun, data_step, load_data, make_data_run, num_steps
+
+SILENT_ALARM = 0.9
+"""share of groups without signal from which on a step warns"""
+CRITIC_METRICS = ("loss", "return", "value_clipped", "explained_variance", "grad_norm", "update_norm")
 
 
 class Reporter(Protocol):
@@ -77,22 +85,6 @@ def _mean_reward(rollouts: Sequence[Rollout]) -> float:
     return float(np.mean(rewards))
 
 
-def samples_of(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list[Sample]:
-    """What the trainer gets of finished episodes: every branch, as one flat stream."""
-    return [
-        Sample(
-            ids=branch.ids,
-            weights=branch.weights,
-            logprobs=branch.logprobs,
-            advantages=branch.advantages,
-            versions=branch.versions,
-            episode=number,
-        )
-        for number, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True))
-        for branch in rollout.graph.branches(float(advantage))
-    ]
-
-
 def supervised_step(run: Run, step: int) -> dict[str, Any]:
     """One step on the tasks' own answers."""
     count = run.config.warmup.tasks
@@ -112,10 +104,12 @@ def supervised_step(run: Run, step: int) -> dict[str, Any]:
     return {"phase": "sft", **run.trainer.train(samples, loss="sft")}
 
 
-def reinforcement_step(run: Run, step: int, records: Records, on_transcript: Callable[[Rollout], None]) -> dict[str, Any]:
-    """Rollout, reward, advantages, one optimizer step."""
+def reinforcement_step(
+    run: Run, step: int, records: Records, on_transcript: Callable[[Rollout], None], *, first: int | None = None
+) -> dict[str, Any]:
+    """Rollout, reward, advantages, one optimizer step, on the train keys from `first` on (None: of a run that is no fork)."""
     config = run.config.rollout
-    first = _first_key(run.config, step)
+    first = _cursor(run.config, step, 0, 0) if first is None else first
     tasks = [run.environment.task(key) for key in TRAIN_KEYS[first : first + config.prompts]]
     started = time.perf_counter()
     computed = run.engine.stats.computed_tokens
@@ -124,21 +118,25 @@ def reinforcement_step(run: Run, step: int, records: Records, on_transcript: Cal
     records.rollouts(f"step_{step:06d}", rollouts)
     on_transcript(rollouts[0])
     rewards = [rollout.reward for rollout in rollouts]
-    groups = [(rollout.task.env, rollout.task.key) for rollout in rollouts]
-    advantages, scored = group_advantages(rewards, groups, std=config.std, baseline=config.baseline)
-    if not scored.any():
-        raise ValueError(f"environment: no episode of step {step} was scored; rollouts/step_{step:06d}.jsonl has their errors")
-    # An episode without a reward teaches nothing, and must not dilute the others' denominators.
-    kept = [pair for pair, counts in zip(zip(rollouts, advantages, strict=True), scored, strict=True) if counts]
-    metrics = run.trainer.train(samples_of(*zip(*kept, strict=True)), temperature=config.temperature)
+    samples, credit = assign(
+        rollouts,
+        run.config.advantages,
+        longest=config.max_tokens * run.config.environment.max_turns,
+        temperature=config.temperature,
+        policy=run.trainer,
+        critic=run.critic,
+    )
+    metrics = run.trainer.train(samples, temperature=config.temperature)
+    if run.critic is not None:
+        critic = run.critic.train(samples)
+        metrics |= {f"critic/{name}": critic[name] for name in CRITIC_METRICS if name in critic}
+        metrics |= {"time/critic_s": critic["time/pack_s"] + critic["time/train_s"]}
     lengths = [rollout.sampled_tokens for rollout in rollouts]
-    per_group = np.asarray(advantages).reshape(config.prompts, config.samples)
     reward_s = sum(rollout.environment_s for rollout in rollouts)
     return {
         "phase": "rl",
         "reward": float(np.mean([reward for reward in rewards if reward is not None])),
-        "zero_signal_groups": float((per_group == 0).all(axis=1).mean()),
-        "unscored": float(1 - scored.mean()),
+        **credit,
         "length_mean": float(np.mean(lengths)),
         "cut": float(np.mean([rollout.graph.episode.stop_reason == "length" for rollout in rollouts])),
         "prefix_hit_rate": sum(r.cached_tokens for r in rollouts) / sum(r.prompt_tokens for r in rollouts),
@@ -153,30 +151,40 @@ def reinforcement_step(run: Run, step: int, records: Records, on_transcript: Cal
 def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, Any]:
     """Runs, or goes on with, a whole run; returns its summary."""
     directory = Path(config.run_dir) / config.name
-    total = config.warmup.steps + config.steps
-    check_directory(directory, config_json)
+    if moved := check_directory(directory, config_json):
+        reporter.phase(f"config.{', config.'.join(moved)}: changed; going on within rounding, not bit for bit")
+    data = load_data(config, reporter.phase)
+    total = num_steps(config, data)
+    check_fork(config, directory, total)
     if (done := _finished(directory, config, total)) is not None:
-        reporter.phase(f"all {total} steps are done; config.steps above {config.steps} goes on")
+        longer = "data.epochs" if config.data and config.data.epochs else "steps"
+        reporter.phase(f"all {total} steps are done; a larger config.{longer} goes on")
         return done
     reporter.phase("loading the model")
-    run = make_run(config)
-    with lock(directory):  # makes the folder, only now: a config that does not fit leaves none behind
+    run = make_run(config) if data is None else make_data_run(config, data)
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_every)
+    # the lock makes the folder, only now: a config that does not fit leaves none behind
+    with lock(directory), closing(checkpoints):  # whatever happens, what is being written is written to its end
         renderer = run.renderer
-        about = run_record(config_json, run.source, renderer.name, renderer.version, config.seed)
+        about = run_record(config_json, run.source, renderer.name, renderer.version, config.seed, config.fork)
+        about["data_sha256"] = data.sha256 if data else None
+        check_data(config, directory, about["data_sha256"])
         write_whole(directory / "run.json", json.dumps(about, indent=2))
         write_whole(directory / "config.json", config_json)
-        return _train(run, directory, total, config_json, reporter)
+        return _train(run, data, directory, total, checkpoints, config_json, reporter)
 
 
-def _train(run: Run, directory: Path, total: int, config_json: str, reporter: Reporter) -> dict[str, Any]:
+def _train(
+    run: Run | DataRun,
+    data: Dataset | None,
+    directory: Path,
+    total: int,
+    checkpoints: Checkpoints,
+    config_json: str,
+    reporter: Reporter,
+) -> dict[str, Any]:
     config = run.config
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
-    if (latest := checkpoints.latest()) is not None:
-        reporter.phase(f"resuming from step {latest}")
-        run.trainer.state, meta = checkpoints.restore(latest, run.trainer.state)
-        assert meta["step"] == run.trainer.step and meta["next_key"] == _first_key(config, latest + 1), meta
-        run.publish()
-    start = run.trainer.step
+    start, cursor = begin(run, checkpoints, config_json, reporter.phase)
     records = Records(directory, start)
     if start < total:
         shutil.rmtree(directory / "hf", ignore_errors=True)  # of a shorter run; made again at the end
@@ -187,27 +195,39 @@ def _train(run: Run, directory: Path, total: int, config_json: str, reporter: Re
     compiles = CompileCounter()  # of steps and evaluations; writing a checkpoint may compile
 
     def evaluation(step: int) -> None:
-        if step not in evaluated:
+        if isinstance(run, Run) and step not in evaluated:
             reporter.phase(f"evaluating at step {step}")
             records.append("evaluations.jsonl", evaluate(run, step, records))
 
+    def task_step(run: Run, step: int, first: int) -> dict[str, Any]:
+        if step <= config.warmup.steps:
+            return supervised_step(run, step)
+        return reinforcement_step(run, step, records, lambda rollout: _show(run, reporter, step, rollout), first=first)
+
     def take(step: int) -> None:
         began = time.perf_counter()
-        if step <= config.warmup.steps:
-            metrics = supervised_step(run, step)
+        first = _cursor(config, step, start, cursor)
+        if data is not None:
+            metrics = data_step(run, data, first)
         else:
-            metrics = reinforcement_step(run, step, records, lambda rollout: _show(run, reporter, step, rollout))
+            assert isinstance(run, Run)
+            metrics = task_step(run, step, first)
         published = time.perf_counter()
         run.publish()
         ended = time.perf_counter()
         metrics |= {"time/publish_s": ended - published, "time/step_s": ended - began, "compiles": compiles.count}
         records.append("metrics.jsonl", {"step": step, **metrics})
         reporter.step(step, total, metrics)
+        if (silent := metrics.get("zero_signal_groups", 0)) >= SILENT_ALARM:
+            reporter.phase(
+                f"step {step}: all episodes of {silent:.0%} of the groups earned the same, so they teach nothing; choose tasks "
+                f"that are neither too easy nor too hard, or sample more of each"
+            )
 
     compiled = 0
-    if start == 0:
+    if start == (split(config.fork)[1] or 0):
         with compiles:
-            evaluation(0)
+            evaluation(start)
         compiled = compiles.count
     for step in range(start + 1, total + 1):
         with compiles:
@@ -216,8 +236,7 @@ def _train(run: Run, directory: Path, total: int, config_json: str, reporter: Re
                 evaluation(step)
         compiled += compiles.count
         if step == total or (config.checkpoint.every and step % config.checkpoint.every == 0):
-            meta = {"step": step, "next_key": _first_key(config, step + 1), "seed": config.seed}
-            checkpoints.save(step, run.trainer.state, {**meta, "config": json.loads(config_json)})
+            save(run, checkpoints, step, _cursor(config, step + 1, start, cursor), config_json)
     checkpoints.close()
     records.close()
     if config.export:
@@ -226,22 +245,25 @@ def _train(run: Run, directory: Path, total: int, config_json: str, reporter: Re
     return summary(records, run.compile_s) | {"compiles_after_warmup": compiled}
 
 
-def _first_key(config: RunConfig, step: int) -> int:
-    """The data cursor: the first train key of a step; supervised steps have keys of their own."""
-    return max(0, step - 1 - config.warmup.steps) * config.rollout.prompts
+def _cursor(config: RunConfig, step: int, start: int, cursor: int) -> int:
+    """The first train key, or example of a file, of a step of a run that goes on from `start` with `cursor`.
+
+    The supervised steps of the warm-up have keys of their own.
+    """
+    used = config.rollout.prompts if config.data is None else config.data.batch
+    return cursor + max(0, step - 1 - max(start, config.warmup.steps)) * used
 
 
 def _finished(directory: Path, config: RunConfig, total: int) -> dict[str, Any] | None:
     """The summary of a run with nothing left to do."""
     if not (directory / "checkpoints").is_dir() or (config.export and not (directory / "hf").exists()):
         return None
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
-    latest = checkpoints.latest()
-    checkpoints.close()
+    latest = Checkpoints(directory / "checkpoints").latest()
     if latest is None or latest < total:
         return None
-    records = Records(directory, latest)
-    records.close()
+    with lock(directory):
+        records = Records(directory, latest)
+        records.close()
     return summary(records, 0.0)
 
 

@@ -68,7 +68,7 @@ class Programs:
         readouts: list[Readout] = [objective.readout for objective in objectives.values()]
         assert len(set(readouts)) == 1, readouts
         self.readout: Readout = readouts[0]
-        self.definition, self.layout, self.objectives = definition, layout, objectives
+        self.definition, self.layout, self.objectives, self.mesh = definition, layout, objectives, mesh
         self.optimizer = optimizer.build()
         self.trained = optimizer.trained(definition.weights)
         self.accum = accumulator(definition.dtype)
@@ -159,11 +159,7 @@ class Programs:
 
         params = abstract(self.definition.weights, self.accum, self.shardings)
         grads = {name: params[name] for name in self.trained}
-        optimizer = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(self.optimizer.init, grads),
-            self._optimizer_shardings,
-        )
+        optimizer = jax.tree.map(like, jax.eval_shape(self.optimizer.init, grads), self._optimizer_shardings)
         state = TrainState(params, optimizer, jax.ShapeDtypeStruct((), np.int32, sharding=self.replicated))
         one = plan([Branch(np.zeros(2, np.int32), np.array([False, True]))], replace(self.layout, path=0), 3)
         forest = jax.tree.map(like, one.micro_batches[0].forest, self._forest_shardings)

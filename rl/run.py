@@ -48,6 +48,8 @@ class Run:
     renderer: Renderer
     trainer: Trainer
     engine: Engine
+    critic: Trainer | None = None
+    """reads and learns values, where advantages need them"""
     compile_s: float = 0.0
     _constant: tuple[list[int], tuple[str, float] | None] | None = None
 
@@ -56,6 +58,8 @@ class Run:
         started = time.perf_counter()
         self.engine.warm_up()
         self.trainer.warm_up()
+        if self.critic is not None:
+            self.critic.warm_up()
         if self.config.warmup.steps:
             self.trainer.warm_up("sft")
         jax.block_until_ready(self._published())
@@ -96,7 +100,7 @@ class Run:
             label=label,
             seed=self.config.seed,
             trainable=trainable,
-            max_context=min(self.config.engine.max_context, self.config.trainer.tokens_per_row),
+            max_context=longest_branch(self.config),
             max_turns=self.config.environment.max_turns,
         )
 
@@ -155,49 +159,62 @@ def make_environment(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) ->
     return environment, renderer
 
 
+def longest_branch(config: RunConfig) -> int:
+    """Most tokens that engine and trainer can hold."""
+    longest = config.engine.max_context
+    return longest if config.trainer.depth_first else min(longest, config.trainer.tokens_per_row)
+
+
 def layout_of(config: RunConfig) -> Layout:
     """The fixed shape of the run's micro-batches."""
     most = max(config.rollout.prompts * config.rollout.samples, config.warmup.tasks if config.warmup.steps else 0)
-    context = min(config.engine.max_context, config.trainer.tokens_per_row)
     return Layout(
         rows=config.trainer.rows,
         tokens=config.trainer.tokens_per_row,
-        context=-(-context // KEY_BLOCK) * KEY_BLOCK,
+        context=_blocks(min(config.engine.max_context, config.trainer.tokens_per_row)),
         branches=most,
         length=config.rollout.max_tokens * config.environment.max_turns,
+        path=_blocks(config.engine.max_context) if config.trainer.depth_first else 0,
         shards=config.trainer.mesh.get("context", 1),
     )
+
+
+def _blocks(tokens: int) -> int:
+    """Rounded up to whole key blocks."""
+    return -(-tokens // KEY_BLOCK) * KEY_BLOCK
 
 
 def _pick(cls: type, section: Any) -> Any:
     return cls(**{f.name: getattr(section, f.name) for f in fields(cls)})
 
 
-def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None) -> Trainer:
-    """A trainer with the model's own weights, or random ones, as masters."""
+def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None, *, critic: bool = False) -> Trainer:
+    """A trainer with the model's own weights, or random ones, as masters; a critic has a value head besides."""
     mesh, rules = _mesh(config.trainer, "trainer")
     section = config.trainer
-
-    def with_masters(masters: Mapping[str, jax.Array]) -> Trainer:
-        return Trainer(
-            model,
-            masters,
-            layout=layout_of(config),
-            optimizer=_pick(OptimizerConfig, section),
-            objective=section.objective(),
-            others={"sft": Objective(loss="sft")},
-            dtype=jnp.dtype(config.model.dtype),
-            remat=section.remat,
-            mesh=mesh,
-            rules=rules,
-        )
-
-    weights = describe(model)
+    optimizer = _pick(OptimizerConfig, config.critic if critic else section)
+    objective = Objective(loss="value", options=config.critic.loss_options) if critic else section.objective()
+    weights = describe(model, value_head=critic)
     shardings = _shardings(rules, mesh, weights, "trainer")
-    if source is None:
-        return with_masters(init(weights, jax.random.key(config.seed), jnp.float32, shardings))
-    loaded = load_hf(source, model)
-    return with_masters({name: jax.device_put(loaded.pop(name), shardings[name]) for name in weights})
+    masters = init(weights, jax.random.key(config.seed), jnp.float32, shardings)
+    if source is not None:
+        loaded = load_hf(source, model)
+        masters |= {name: jax.device_put(loaded.pop(name), shardings[name]) for name in describe(model)}
+    trainer = Trainer(
+        model,
+        masters,
+        layout=layout_of(config),
+        optimizer=optimizer,
+        objective=objective,
+        others={} if critic or section.loss == "sft" else {"sft": Objective(loss="sft")},
+        dtype=jnp.dtype(config.model.dtype),
+        remat=section.remat,
+        mesh=mesh,
+        rules=rules,
+    )
+    if not critic and ("reference_logp" in objective.needs or config.advantages.kl_coef):
+        trainer.freeze_reference()
+    return trainer
 
 
 def make_engine(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engine:
@@ -244,10 +261,10 @@ def check_prompts(config: RunConfig, environment: Environment, renderer: Rendere
                 f"engine.num_pages: {engine.num_pages} pages of {engine.page_size} tokens, one spare, cannot hold {what} and "
                 f"up to {longest - n} sampled ones; raise it, or lower rollout.max_tokens"
             )
-        if key in trained and longest > config.trainer.tokens_per_row:
+        if key in trained and longest > longest_branch(config):
             raise ValueError(
                 f"trainer.tokens_per_row: {config.trainer.tokens_per_row} tokens cannot hold {what} and up to {longest - n} "
-                f"sampled ones; raise it, or lower rollout.max_tokens"
+                f"sampled ones; raise it, set trainer.depth_first, or lower rollout.max_tokens"
             )
 
 
@@ -261,5 +278,6 @@ def make_run(config: RunConfig) -> Run:
     environment, renderer = make_environment(config, tokenizer)
     check_prompts(config, environment, renderer)
     trainer = make_trainer(config, model, source)
+    critic = make_trainer(config, model, source, critic=True) if config.advantages.kind == "gae" else None
     engine = make_engine(config, model, trainer)
-    return Run(config, model, source, tokenizer, environment, renderer, trainer, engine)
+    return Run(config, model, source, tokenizer, environment, renderer, trainer, engine, critic)

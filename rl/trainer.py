@@ -16,16 +16,19 @@ sees rows or trees; its denominators are those of the whole batch.
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models.config import ModelConfig
+from models.flops import forward_flops, peak_flops_per_s
 from models.transformer import Definition, Params
-from rl.batch import Sample, Totals, loss_batch
+from rl.batch import Sample, Totals, loss_batch, on_tokens
 from rl.depth_first import DepthFirst
 from rl.forest import Branch, Layout
 from rl.forward import Reading
@@ -67,6 +70,8 @@ class Trainer:
         self.programs = Programs(self.definition, layout, optimizer, self.objectives, mesh, rules)
         self.walk = DepthFirst(self.programs, mesh) if layout.path else None
         self.state: TrainState = self.programs.init(masters)
+        self.reference: Params | None = None
+        """a frozen policy in the masters' dtype and place, for losses and advantages that read its log-probs"""
 
     @property
     def step(self) -> int:
@@ -99,6 +104,8 @@ class Trainer:
         started = time.perf_counter()
         planned = self.plan(samples)
         packed = time.perf_counter()
+        if "reference_logp" in self.objectives[loss].needs:
+            samples = self.referenced(samples, temperature)
         grads, shares = self.gradients(samples, planned, temperature, loss)
         metrics = finish(add_up(jax.device_get(shares)))
         advice = "not finite; lower the learning rate, and look at the step's rollouts"
@@ -108,10 +115,11 @@ class Trainer:
         norms = {name: float(value) for name, value in jax.device_get(norms).items()}
         if not np.isfinite(norms["grad_norm"]):
             raise FloatingPointError(f"grad_norm is {norms['grad_norm']} at step {self.step}: {advice}")
-        stats = planned.stats
+        stats, train_s = planned.stats, time.perf_counter() - packed
         return {
             **metrics,
             **norms,
+            **self._utilisation(planned, train_s),
             "tokens_in": float(stats.tokens_in),
             "tokens_kept": float(stats.tokens_kept),
             "compression": stats.compression,
@@ -119,8 +127,16 @@ class Trainer:
             "micro_batches": float(len(planned.micro_batches)),
             "walked_tries": float(len(planned.tries)),
             "time/pack_s": packed - started,
-            "time/train_s": time.perf_counter() - packed,
+            "time/train_s": train_s,
         }
+
+    def _utilisation(self, planned: Plan, seconds: float) -> dict[str, float]:
+        """Useful operations: 6 a weight and token, and attention; what is computed again does not count (MFU, not HFU)."""
+        stats = planned.stats
+        flops = 3 * forward_flops(self.definition.config, stats.tokens_kept, stats.key_sum, stats.reads)
+        peak = peak_flops_per_s(self.programs.mesh.devices.flat[0])
+        speed = flops / seconds / self.programs.mesh.size
+        return {"flops": flops, "time/flops_per_s": speed} | ({"time/mfu": speed / peak} if peak else {})
 
     def gradients(self, samples: Sequence[Sample], planned: Plan, temperature: float, loss: str) -> tuple[Any, list[Any]]:
         """Gradients of the whole batch, and metric sums of its parts, all on the device."""
@@ -176,6 +192,18 @@ class Trainer:
         """
         weights: Params = self.state.masters if params is None else params
         return self._readings(samples, self.plan(samples), weights, self.programs.put(np.float32(temperature))).out
+
+    def freeze_reference(self) -> None:
+        """The weights as they are now become the reference."""
+        self.reference = jax.tree.map(jnp.copy, self.state.masters)
+
+    def referenced(self, samples: Sequence[Sample], temperature: float) -> list[Sample]:
+        """The samples with the reference's log-probs; those that have them stay."""
+        if all(sample.reference_logprobs is not None for sample in samples):
+            return list(samples)
+        assert self.reference is not None, "freeze_reference() first"
+        read = self.read(samples, temperature=temperature, params=self.reference)
+        return [replace(sample, reference_logprobs=on_tokens(sample, x)) for sample, x in zip(samples, read, strict=True)]
 
     def _readings(self, samples: Sequence[Sample], planned: Plan, params: Params, temperature: jax.Array) -> Any:
         """A Reading of lists: of each sample, what is read of its trained tokens."""

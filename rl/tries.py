@@ -113,6 +113,7 @@ def plan(branches: Sequence[Branch], layout: Layout, row_passes: int) -> Plan:
         tokens_kept=stats.tokens_kept + walked,
         slots=stats.slots + sum(s.size for trie in tries for s in trie.segments),
         key_sum=stats.key_sum + sum(trie.key_sum for trie in tries),
+        reads=stats.reads + sum(trie.num_entries for trie in tries),
     )
     return Plan(micro_batches=micro_batches, tries=tries, stats=stats)
 

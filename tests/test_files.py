@@ -28,9 +28,14 @@ def config_json(*overrides: str) -> str:
 def test_another_config_is_refused_by_name(tmp_path: Path) -> None:
     check_directory(tmp_path, config_json())
     (tmp_path / "config.json").write_text(config_json())
-    check_directory(tmp_path, config_json("steps=5", "checkpoint.every=2", "export=true", "transcripts_every=1"))
-    other = config_json("trainer.learning_rate=0.2", "trainer.mesh.fsdp=2", "seed=1")
-    with pytest.raises(ValueError, match=r"^config.seed, config.trainer.learning_rate, config.trainer.mesh.fsdp: differs .*"):
+    same = config_json("steps=5", "checkpoint.every=2", "export=true", "transcripts_every=1")
+    assert check_directory(tmp_path, same) == []
+    assert check_directory(tmp_path, config_json("trainer.mesh.fsdp=2", "trainer.rows=2")) == [
+        "trainer.mesh.fsdp",
+        "trainer.rows",
+    ]
+    other = config_json("trainer.learning_rate=0.2", "trainer.mesh.fsdp=2", "seed=1", "fork=runs/x@3")
+    with pytest.raises(ValueError, match=r"^config.fork, config.seed, config.trainer.learning_rate: differs .*"):
         check_directory(tmp_path, other)
 
 
@@ -85,8 +90,9 @@ def test_run_record(tmp_path: Path) -> None:
     assert record["config_sha256"] == hashlib.sha256(config_json().encode()).hexdigest()
     assert record["packages"].keys() == set(files.PACKAGES) and record["python"].startswith("3.")
     assert record["code_commit"] is None or len(record["code_commit"]) == 40
-    random = run_record(config_json(), None, "chatml", 1, 7)
-    assert random == record | {"model_sha256": None, "tokenizer_sha256": None}
+    random = run_record(config_json(), None, "chatml", 1, 7, "runs/parent@30")
+    fork = {"id": "parent", "directory": "runs/parent", "step": 30}
+    assert random == record | {"model_sha256": None, "tokenizer_sha256": None, "fork": fork} and record["fork"] is None
 
 
 def test_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

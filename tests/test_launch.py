@@ -81,7 +81,7 @@ MISTAKES = {
     "number for a bool": (["export=3"], r"config.export: expected bool, got 3"),
     "mesh of words": (["trainer.mesh={'data': 'x'}"], r"config.trainer.mesh.data: expected int, got 'x'"),
     "several": (["steps=x", "foo=1", "seed=y"], r"config.foo: unknown.*config.steps: expected int.*config.seed: expected int"),
-    "std": (["rollout.std=max"], r"config.rollout.std: expected one of \('none', 'sample', 'population'\), got 'max'"),
+    "std": (["advantages.std=max"], r"config.advantages.std: expected one of \('none', 'sample', 'population'\), got 'max'"),
     "number for numbers": (["engine.slot_buckets=32"], r"config.engine.slot_buckets: expected tuple\[int, ...\], got 32"),
     "words for numbers": (["engine.slot_buckets=(8, 'x')"], r"engine.slot_buckets: expected tuple\[int, ...\], got \(8, 'x'\)"),
     "number for ids": (["model.shape.eos_ids=2"], r"config.model.shape.eos_ids: expected tuple\[int, ...\], got 2"),
@@ -99,7 +99,7 @@ MISTAKES = {
     "folder": (["name=a/b"], r"config: name: 'a/b' is no plain folder name; choose one, and set run_dir"),
     "folder above": (["name=.."], r"config: name: '..' is no plain folder name"),
     "no name": (["name="], r"config: name: '' is no plain folder name"),
-    "supervised loss": (["trainer.loss=sft"], r"trainer.loss: 'sft' .*; use warmup.steps for supervised steps"),
+    "supervised loss": (["trainer.loss=sft"], r"trainer.loss: 'sft' .*, or use warmup.steps for supervised steps"),
     "dtype": (["model.dtype=bfloat17"], r"model.dtype: 'bfloat17' is unknown; use one of .*bfloat16"),
     "shape": (["model.shape.num_head=3"], r"config.model.shape.num_head: unknown key; did you mean 'num_heads'\?"),
     "heads": (["model.shape.num_kv_heads=3"], r"config.model.shape: num_kv_heads: 3 must divide num_heads \(4\)"),
@@ -147,7 +147,7 @@ MISTAKES = {
         r"trainer.rules: 'ffn' is mapped to 'expert', but the mesh has",
     ),
     "rows": (["trainer.mesh.fsdp=2"], r"trainer.rows: 1 rows cannot be split over 2 devices"),
-    "loss": (["trainer.loss=ppo"], r"trainer.loss: 'ppo' is unknown; use one of"),
+    "loss": (["trainer.loss=poo"], r"trainer.loss: 'poo' is unknown; use one of"),
     "loss option": (["trainer.loss_options={'beta': 0.1}"], r"trainer.loss_options: 'grpo' does not know \['beta'\]"),
     "remat": (["trainer.remat=all"], r"remat: 'all' is unknown; use one of"),
 }
@@ -198,14 +198,14 @@ def test_mistakes_in_a_config_file(launched: Launch, tmp_path: Path) -> None:
 def test_overrides() -> None:
     """Literals, words, strings that look like numbers, keys that the file leaves to their default, and whole sections."""
     given = ["steps=7", "trainer.learning_rate=1e-4", "name=12", "run_dir=elsewhere", "export=false", "warmup.steps=2",
-             "engine.slot_buckets=(8, 32)", "evaluation={'tasks': 3}", "rollout.std=none", "trainer.mesh.fsdp=2",
+             "engine.slot_buckets=(8, 32)", "evaluation={'tasks': 3}", "advantages.std=none", "trainer.mesh.fsdp=2",
              "trainer.rules.embed=None", "trainer.rules.ffn=('fsdp', 'tensor')"]  # fmt: skip
     config: RunConfig = build(RunConfig, read_config(TINY, [f"--config.{text}" for text in given]))
     assert (config.steps, config.trainer.learning_rate, config.name, config.run_dir) == (7, 1e-4, "12", "elsewhere")
     assert config.export is False and config.warmup.steps == 2 and config.warmup.tasks == 16
     assert config.engine.slot_buckets == (8, 32) and config.evaluation.tasks == 3 and config.evaluation.samples == 4
     assert config.trainer.rules["embed"] is None and config.trainer.rules["ffn"] == ("fsdp", "tensor")
-    assert config.rollout.std == "none" and config.trainer.mesh == {"fsdp": 2, "tensor": 1}
+    assert config.advantages.std == "none" and config.trainer.mesh == {"fsdp": 2, "tensor": 1}
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
@@ -311,15 +311,18 @@ def test_train_then_convert_and_evaluate(launched: Launch, tmp_path: Path) -> No
     assert json.loads(ended.out.splitlines()[-1])["steps"] == 1 and len(ended.out.splitlines()) == 1
     run = tmp_path / "tiny"
 
-    assert launched(launch.convert, str(run), str(tmp_path / "out")) == Ended(0, f"wrote {tmp_path / 'out'}\n", "")
+    refused(
+        launched(launch.convert, f"{run}@7", str(tmp_path / "out")), r"checkpoints: has no checkpoint of step 7; it has \[1\]"
+    )
+    assert launched(launch.convert, f"{run}@1", str(tmp_path / "out")) == Ended(0, f"wrote {tmp_path / 'out'}\n", "")
     config: RunConfig = build(RunConfig, json.loads((run / "config.json").read_text()))
     model, _, _ = make_model(config.model)
     trainer = make_trainer(config, model, None)
     start = {name: np.array(value) for name, value in trainer.state.masters.items()}
-    checkpoints = Checkpoints(run / "checkpoints", 1)
-    state, meta = checkpoints.restore(1, trainer.state)
-    checkpoints.close()
-    assert meta["step"] == 1 and meta["next_key"] == 2 and meta["seed"] == 0 and meta["config"]["name"] == "tiny"
+    checkpoints = Checkpoints(run / "checkpoints")
+    states, meta = checkpoints.restore(1, {"policy": trainer.state})
+    state = states["policy"]
+    assert meta["step"] == 1 and meta["cursor"] == 2 and meta["seed"] == 0 and meta["config"]["name"] == "tiny"
     for directory in (tmp_path / "out", run / "hf"):
         assert read_model_config(directory) == model
         stored = load_hf(directory, model, ml_dtypes.bfloat16)

@@ -16,10 +16,11 @@ import pytest
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from models.tokenizer import ByteTokenizer
+from rl.credit import AdvantageConfig, samples_of
 from rl.environments import Message, Reward, Step, Task, finish, make_task
 from rl.files import Records
 from rl.graph import Graph
-from rl.loop import reinforcement_step, samples_of
+from rl.loop import reinforcement_step
 from rl.renderers import ChatML
 from rl.rollout import Rollout, run_episodes
 
@@ -235,11 +236,13 @@ def test_unscored_episodes_do_not_dilute_the_step(tmp_path: Path) -> None:
         return {}
 
     run: Any = SimpleNamespace(
-        config=SimpleNamespace(rollout=SimpleNamespace(prompts=2, samples=3, temperature=1.0, std="none", baseline="mean"),
-                               warmup=SimpleNamespace(steps=0)),
+        config=SimpleNamespace(rollout=SimpleNamespace(prompts=2, samples=3, temperature=1.0, max_tokens=8),
+                               advantages=AdvantageConfig(std="none"), warmup=SimpleNamespace(steps=0), data=None,
+                               environment=SimpleNamespace(max_turns=1)),
         environment=Counting(1),
         engine=SimpleNamespace(stats=SimpleNamespace(computed_tokens=0)),
         trainer=SimpleNamespace(train=train),
+        critic=None,
         rollout=lambda *args, **options: rollouts,
     )  # fmt: skip
     records = Records(tmp_path, 0)
@@ -378,7 +381,7 @@ def test_a_killed_run_goes_on(unbroken: tuple[Path, dict[str, Any]], tmp_path: P
             break
     else:
         pytest.fail("no kill came in time")
-    assert steps_done() == 5
+    assert steps_done() >= 5  # it is written while the next steps run
     kill_when(start(run_dir, *LONG), lambda: steps_done() >= 12)
     assert (again / "checkpoints" / "10").exists() and steps_done() < STEPS
     with (again / "metrics.jsonl").open("a") as file:
@@ -394,7 +397,7 @@ def test_a_killed_run_goes_on(unbroken: tuple[Path, dict[str, Any]], tmp_path: P
     kept = {path: path.read_bytes() for path in again.rglob("*") if path.is_file() and "tensorboard" not in path.parts}
     process = start(run_dir, *LONG)
     out, err = process.communicate(timeout=100)
-    assert err == "tiny: all 20 steps are done; config.steps above 20 goes on\n"  # no model is loaded, nothing compiled
+    assert err == "tiny: all 20 steps are done; a larger config.steps goes on\n"  # no model is loaded, nothing compiled
     once_more = json.loads(out)
     assert {path: path.read_bytes() for path in kept} == kept
     assert {k: v for k, v in once_more.items() if k != "compile_s"} == {k: v for k, v in result.items() if k != "compile_s"}

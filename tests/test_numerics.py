@@ -214,12 +214,7 @@ def test_log_prob_rows(V: int) -> None:
 
 def test_log_prob_chunks() -> None:
     head = normal(1, 64, 264)
-    model: Any = SimpleNamespace(
-        shards=Shards(),
-        dtype=BF16,
-        head_part=lambda: Head(head, 0, 264, ()),
-        products=lambda hidden, weight: dot("td,dv->tv", hidden, weight, BF16),
-    )
+    model: Any = SimpleNamespace(shards=Shards(), dtype=BF16, head_spec="td,dv->tv", head_part=lambda: Head(head, 0, 264, ()))
     hidden, ids = 4 * normal(0, 256, 64), np.random.default_rng(2).integers(0, 264, 256).astype(np.int32)
     used = np.arange(256) < 250
     function = jax.jit(partial(token_log_probs, model), static_argnums=4)

@@ -15,7 +15,7 @@ from absl import logging
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as shipped
 from jax.sharding import NamedSharding, PartitionSpec
 
-from launch.platforms import tpu_devices
+from launch.aot import tpu_devices
 from models import paged
 from models.attention import KEY_BLOCK, Ragged
 from models.config import ModelConfig

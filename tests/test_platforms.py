@@ -121,7 +121,8 @@ def test_collectives_are_read_with_their_loops_and_groups() -> None:
     split = PartitionSpec("fsdp")
     function = jax.jit(jax.shard_map(here, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
     traced = function.trace(jax.ShapeDtypeStruct((32, 16), jnp.float32))
-    found = moved(collectives(str(traced.lower().compile().as_text())))
+    text: Any = traced.lower().compile().as_text()
+    found = moved(collectives(text))
     assert found == {
         "all-gather": {"count": 5, "bytes": 5 * 32 * 16 * 4},
         "reduce-scatter": {"count": 5, "bytes": 5 * 32 * 32 * 4},

@@ -111,7 +111,7 @@ def step(trainer: Trainer, samples: Sequence[Sample], loss: str = "grpo", **opti
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}, masters
 
 
-LAYOUT_METRICS = {"tokens_kept", "compression", "padding", "micro_batches"}
+LAYOUT_METRICS = {"flops", "tokens_kept", "compression", "padding", "micro_batches"}
 
 
 def compare(ours: tuple[dict[str, float], Masters], theirs: tuple[dict[str, float], Masters], tolerance: float) -> None:
@@ -439,27 +439,19 @@ def test_the_sampler_agrees_at_a_temperature() -> None:
     assert fresh("one").train(samples, temperature=1.0)["max_abs_gap"] > 0.1
 
 
-# ---- the optimizer, and mistakes
+# ---- frozen weights, and mistakes
 
 
-def test_optimizer_is_clipped_adamw() -> None:
-    config = OptimizerConfig(learning_rate=0.1, warmup_steps=4, b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.5, clip_norm=1.0)
-    optimizer = config.build()
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal(5)
-    params: Any = {"x": jnp.asarray(x, jnp.float32)}
-    state = optimizer.init(params)
-    m, v = np.zeros(5), np.zeros(5)
-    for t in range(1, 8):
-        gradient = rng.standard_normal(5) * (3 if t % 2 else 0.1)
-        updates: Any
-        updates, state = optimizer.update({"x": jnp.asarray(gradient, jnp.float32)}, state, params)
-        params = {"x": params["x"] + updates["x"]}
-        clipped = gradient * min(1, 1 / np.linalg.norm(gradient))
-        m, v = 0.8 * m + 0.2 * clipped, 0.9 * v + 0.1 * clipped**2
-        rate = 0.1 * (0.25 + 0.75 * min(1, (t - 1) / 4))
-        x = x - rate * ((m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.9**t)) + 1e-6) + 0.5 * x)
-        np.testing.assert_allclose(params["x"], x, rtol=1e-4, atol=1e-5)
+def test_frozen_weights_keep_their_bits_and_need_no_optimizer() -> None:
+    trainer = build(LAYOUTS["two rows"], optimizer=replace(OPTIMIZER, frozen=("embed", "blocks.*norm")))
+    trainer.warm_up()
+    before = jax.device_get(trainer.state.masters)
+    trainer.train(batch())
+    after = jax.device_get(trainer.state.masters)
+    frozen = {"embed", "blocks.attn_norm", "blocks.mlp_norm"}
+    assert {name for name in before if np.array_equal(before[name], after[name])} == frozen
+    sizes = [x.size for x in jax.tree.leaves(trainer.state.optimizer) if x.size > 1]
+    assert sum(sizes) == 2 * sum(x.size for name, x in before.items() if name not in frozen)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""Where a run begins: at its own newest checkpoint, at that of the run it is forked from, or at the model's weights.
+
+The data cursor of a checkpoint is the number of train keys (of examples, where a run reads a file) that its steps have used.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from rl.checkpoint import Checkpoints, locate, split
+from rl.config import RunConfig
+from rl.run import Run
+from rl.supervised import DataRun
+from rl.trainer import Trainer
+
+
+def check_fork(config: RunConfig, directory: Path, total: int) -> None:
+    """Refuses a fork that cannot begin. One that has checkpoints of its own needs its parent no more.
+
+    Raises:
+        ValueError: it names no step, or one that the parent does not have, or leaves no step to do.
+    """
+    if not config.fork or Checkpoints(directory / "checkpoints").steps():
+        return
+    try:
+        parent, step = locate(config.fork)
+    except ValueError as error:
+        raise ValueError(f"config.fork: {error}") from error
+    if split(config.fork)[1] is None:
+        raise ValueError(f"config.fork: {config.fork!r} names no step; write {config.fork}@STEP with one of {parent.steps()}")
+    if step >= total:
+        raise ValueError(f"config.steps: the fork begins after step {step} of {total}; steps count from the parent's first one")
+
+
+def check_data(config: RunConfig, directory: Path, sha256: str | None) -> None:
+    """Refuses to go on with another file than the run began with: the cursor would point into other examples.
+
+    Raises:
+        ValueError: its sha256 is not that of run.json.
+    """
+    path = directory / "run.json"
+    if config.data and path.exists() and json.loads(path.read_text())["data_sha256"] != sha256:
+        raise ValueError(
+            f"data.path: {config.data.path} has changed since the run in {directory} began; restore it, or give this run "
+            f"another config.name"
+        )
+
+
+def begin(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, report: Callable[[str], None]) -> tuple[int, int]:
+    """Puts the run where its newest checkpoint, or else the parent's, left it: its step, and the data cursor after it."""
+    trainers = _trainers(run)
+    like = {name: trainer.state for name, trainer in trainers.items()}
+    found = checkpoints.resume(like, report)
+    if found is not None:
+        report(f"resuming from step {found[0]}")
+    elif run.config.fork:
+        parent, step = locate(run.config.fork)
+        found = step, *parent.restore(step, like)
+        report(f"forking {run.config.fork}")
+    else:
+        return 0, 0
+    step, states, meta = found
+    for name, trainer in trainers.items():
+        trainer.state = states[name]
+    assert step == run.trainer.step, (step, run.trainer.step)
+    if not checkpoints.steps():
+        save(run, checkpoints, step, meta["cursor"], config_json)  # a fork's first: now its parent may be removed
+    run.publish()
+    return step, meta["cursor"]
+
+
+def save(run: Run | DataRun, checkpoints: Checkpoints, step: int, cursor: int, config_json: str) -> None:
+    """Begins to write what `begin` needs to go on after this step."""
+    meta = {"step": step, "cursor": cursor, "seed": run.config.seed, "config": json.loads(config_json)}
+    checkpoints.save(step, {name: trainer.state for name, trainer in _trainers(run).items()}, meta)
+
+
+def _trainers(run: Run | DataRun) -> dict[str, Trainer]:
+    """By the name of their state in a checkpoint."""
+    critic = run.critic if isinstance(run, Run) else None
+    return {"policy": run.trainer} | ({"critic": critic} if critic is not None else {})
