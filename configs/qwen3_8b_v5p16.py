@@ -14,7 +14,5 @@ from configs import qwen3_8b_v6e8
 def get_config() -> ConfigDict:
     config = qwen3_8b_v6e8.get_config()
     config.name = "qwen3_8b_v5p16"
-    config.engine.mesh = {"tensor": 8}
-    config.trainer.rows = 16
-    config.trainer.mesh = {"fsdp": 16}
+    config.update({"engine": {"mesh": {"tensor": 8}}, "trainer": {"rows": 16, "mesh": {"fsdp": 16}}})
     return config
