@@ -11,7 +11,7 @@ whoever asks, whatever shares its block and however far the list is padded.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -276,13 +276,15 @@ def _forest_live(q: jax.Array, blocks: ForestBlocks) -> jax.Array:
 def _forest_forward(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike):
     out, log_mass = _forest_attend_mass(q, k, v, blocks, dtype)
     scaled = q * q.shape[-1] ** -0.5  # before its rounding, as in the forward
-    return out, (*(stored(x, dtype) for x in (scaled, k, v, out)), log_mass, jnp.asarray(blocks.end), blocks.first)
+    kept = replace(blocks, end=jnp.asarray(blocks.end), query=None, key=None)
+    return out, (*(stored(x, dtype) for x in (scaled, k, v, out)), log_mass, kept)
 
 
 def _forest_backward(dtype: DTypeLike, saved: tuple[Any, ...], g: jax.Array):
-    *kept, log_mass, end, first = saved
+    *kept, log_mass, blocks = saved
     q, k, v, out = (restored(x, dtype) for x in kept)
-    return *forest_gradient(q, k, v, out, log_mass, end, g, 0 if first is None else first), None
+    first = 0 if blocks.first is None else blocks.first
+    return *forest_gradient(q, k, v, out, log_mass, blocks.end, g, first, blocks.platform), None
 
 
 _forest_attend.defvjp(_forest_forward, _forest_backward)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from models.layers import dot, row_sum
 
-SCORES = 1 << 20
-"""most scores of a pair of blocks: on a CPU they should stay in cache"""
+SCORES = {"cpu": 1 << 20}
+"""most scores of a pair of blocks: on a CPU they should stay in cache; other platforms: 2^27"""
 UNSEEN = 1e30
 """log of the sum of a query's weights where it has none"""
 
@@ -28,6 +28,7 @@ def forest_gradient(
     end: jax.Array,
     g: jax.Array,
     first: int | jax.Array = 0,
+    platform: str = "",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients, in g's dtype, of q `[B, T, H, h]`, k and v `[B, T', K, h]` in the dtype of products, given the cotangent g
     of the output `out`, both `[B, T, H h]`. T' is the whole row, of which T may be a part.
@@ -37,10 +38,12 @@ def forest_gradient(
         log_mass: `[B, T, H]` log of the sum of exp(score) over a query's keys; UNSEEN for one without.
         end: `[B, T']`; u sees v iff v <= u < end[v].
         first: row place of the first query.
+        platform: that computes it; empty: this process's own.
     """
     B, T, H, h = q.shape
     dtype, K, G = q.dtype, k.shape[2], H // k.shape[2]
-    s = next(s for s in (512, 256, 128, 64) if s == 64 or (s <= T and B * H * s * s <= SCORES))
+    most = SCORES.get(platform or jax.default_backend(), 1 << 27)
+    s = next(s for s in (512, 256, 128, 64) if s == 64 or (s <= T and B * H * s * s <= most))
 
     def blocks(x: jax.Array, none: float = 0) -> jax.Array:
         """`[B, T, K or H, any]` -> `[N, B, K, s or R, any]`"""

@@ -195,11 +195,11 @@ def dims_of(line: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 def test_activations_are_split_with_the_tokens_of_a_row(report: Callable[[str], None]) -> None:
-    """Without remat, a row of 2,048 tokens: a device of four needs less than a third of the memory."""
+    """Without remat, a row of 4,096 tokens: a device of four needs less than 0.4 of the memory."""
 
     def temporary(parts: int) -> int:
         definition = Definition(WIDE, jnp.bfloat16, stacked=True, remat="none")
-        layout = Layout(rows=1, tokens=2048, context=256, branches=16, length=12, shards=parts)
+        layout = Layout(rows=1, tokens=4096, context=256, branches=16, length=12, shards=parts)
         objectives = {"grpo": Objective(loss="grpo")}
         optimizer = OptimizerConfig(learning_rate=1e-2)
         programs = Programs(definition, layout, optimizer, objectives, make_mesh({"context": parts}), Rules())
@@ -207,7 +207,7 @@ def test_activations_are_split_with_the_tokens_of_a_row(report: Callable[[str], 
 
     one, four = temporary(1), temporary(4)
     report(f"context 4: {four / 1e6:.0f} MB of temporaries a device, alone {one / 1e6:.0f}")
-    assert four < one / 3
+    assert four < 0.4 * one
 
 
 # ---- the pieces

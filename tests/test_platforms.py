@@ -172,8 +172,8 @@ def test_qwen3_8b_compiles_for_tpus(topology: str, tensor: int, layers: int, hbm
 
 
 TRAIN = str(ROOT / "configs/qwen3_8b_v5p16.py")
-WEIGHTS = 8_190_735_360 - 2 * 151936 * 4096
-"""of the layers of Qwen3-8B"""
+WEIGHTS = 8_190_735_360 - 2 * 151936 * 4096 - 36 * (2 * 4096 + 2 * 128) - 4096
+"""of the layers of Qwen3-8B, without their norms, which are on every chip"""
 
 
 def compile_step(topology: str, *overrides: str) -> dict[str, Any]:
@@ -198,10 +198,10 @@ def test_the_training_step_of_qwen3_8b_fits_v5p(report: Callable[[str], None]) -
     )
     assert result["parameters"] == 8_190_735_360 and result["hbm_bytes"] < 95e9
     assert temporary < 30e9 and 1.2 < products < 4 / 3
-    assert 4 * WEIGHTS < found["all-gather"]["bytes"] < 4.5 * WEIGHTS
+    assert 4 * WEIGHTS <= found["all-gather"]["bytes"] < 4.5 * WEIGHTS
     # this compiler makes a sum and a slice of a reduce-scatter over these 16 chips
     reduced = found.get("reduce-scatter", found["all-reduce"])["bytes"]
-    assert 4 * WEIGHTS < reduced < 4.5 * WEIGHTS
+    assert 4 * WEIGHTS <= reduced < 4.5 * WEIGHTS
     # the state is donated
     assert -result["programs"]["update"]["bytes"]["reused"] >= 12 * result["parameters"] // 16
 
@@ -211,7 +211,7 @@ def test_the_training_step_of_qwen3_8b_fits_v5p(report: Callable[[str], None]) -
 def test_gradients_are_reduced_and_cut_in_one_go_where_the_compiler_can() -> None:
     overrides = "--config.trainer.mesh={'fsdp': 4}", "--config.trainer.rows=4", "--config.trainer.tokens_per_row=1024"
     found = compile_step("v5p:2x2x1", *overrides)["programs"]["gradients"]["collectives"]
-    assert 4 * WEIGHTS < found["reduce-scatter"]["bytes"] < 4.5 * WEIGHTS
+    assert 4 * WEIGHTS <= found["reduce-scatter"]["bytes"] < 4.5 * WEIGHTS
     assert found["all-reduce"]["bytes"] < 0.01 * WEIGHTS
 
 
