@@ -165,7 +165,8 @@ def test_qwen3_8b_compiles_for_tpus(topology: str, tensor: int, layers: int, hbm
         # The state is donated: nothing of its size is made besides.
         assert -size["reused"] >= result["plan"]["total_bytes"] - result["plan"]["weight_bytes"]
         assert size["temporary"] < 2**29
-        assert 2 * layers <= found["all-reduce"]["count"] <= 2 * layers + 32
+        # besides, those of embedding, logits and sampler, as often as their loops run
+        assert 2 * layers <= found["all-reduce"]["count"] <= 2 * layers + 40
     matrices = 2 * 4096 * (12288 * 3 + 4096 * 2 + 1024 * 2) * layers / tensor
     assert result["programs"]["extend"]["flops"] > 512 * matrices
     assert result["programs"]["decode"]["flops"] > 64 * matrices
