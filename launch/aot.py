@@ -22,6 +22,7 @@ from inference.runner import Runner
 from launch.hlo import collectives, moved, product_flops
 from launch.platforms import engine_config, model_shape, run_config
 from models.transformer import Definition
+from rl.build import pick
 from rl.config import RunConfig
 from rl.optimizer import OptimizerConfig
 from rl.programs import Programs
@@ -100,7 +101,7 @@ def train(config: RunConfig, devices: list[Any]) -> dict[str, Any]:
     definition = Definition(
         model, jnp.dtype(config.model.dtype), stacked=True, remat=section.remat, value_head=objective.readout == "value"
     )
-    optimizer = OptimizerConfig(**{name: getattr(section, name) for name in OptimizerConfig.__dataclass_fields__})
+    optimizer = pick(OptimizerConfig, section)
     mesh, rules = make_mesh(section.mesh, devices), Rules(dict(section.rules))
     programs = Programs(definition, layout, optimizer, {section.loss: objective}, mesh, rules)
     traced = programs.trace(section.loss, two_passes=False)

@@ -6,7 +6,7 @@ kv     what the keys and values of a batch take; with --config also what each ch
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
@@ -17,7 +17,8 @@ from launch.cli import read_config
 from models.config import ModelConfig
 from models.config import read_config as read_model
 from models.hf import resolve
-from rl.config import RunConfig, build
+from rl.build import build, pick
+from rl.config import RunConfig
 from sharding.rules import Rules
 
 _LLAMA3: dict[str, Any] = {
@@ -68,7 +69,7 @@ def run_config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def engine_config(config: RunConfig) -> EngineConfig:
-    return EngineConfig(**{item.name: getattr(config.engine, item.name) for item in fields(EngineConfig)})
+    return pick(EngineConfig, config.engine)
 
 
 def kv(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -36,6 +36,7 @@ from models.config import read_config as read_model_config
 from models.hf import load_hf, resolve
 from models.tokenizer import Tokenizer
 from models.transformer import describe
+from rl.build import pick
 from rl.config import EngineSection, ModelSection, RunConfig, build
 from rl.run import make_model
 from sharding.mesh import make_mesh
@@ -150,7 +151,7 @@ def make_engine(section: ModelSection, sizes: EngineSection, seed: int) -> tuple
         params = {name: jax.device_put(loaded.pop(name), shardings[name]) for name in stacked}
     engine = Engine(
         model,
-        EngineConfig(**{item.name: getattr(sizes, item.name) for item in fields(EngineConfig)}),
+        pick(EngineConfig, sizes),
         reshard(params, stacked, unrolled, rules.shardings(mesh, unrolled), dtype),
         version=0,
         dtype=dtype,

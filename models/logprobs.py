@@ -130,6 +130,18 @@ def token_log_probs(
     return _log_probs(hidden_BTD, head.weight, ids, temperature, used, model.head_spec, np.dtype(model.dtype), chunk)
 
 
+def _chunks(x_BT: jax.Array, chunk: int) -> jax.Array:
+    """`[B, T, ...]` -> `[T / chunk, B, chunk, ...]`"""
+    B, T, *rest = x_BT.shape
+    return x_BT.reshape(B, T // chunk, chunk, *rest).swapaxes(0, 1)
+
+
+def _tokens(chunks: jax.Array) -> jax.Array:
+    """What `_chunks` cut, `[B, T]` again."""
+    chunks = chunks.swapaxes(0, 1)
+    return chunks.reshape(len(chunks), -1)
+
+
 def _log_probs_of_parts(
     model: Transformer,
     head: Head,
@@ -157,14 +169,11 @@ def _log_probs_of_parts(
         hidden, ids, used = parts
         return jax.lax.cond(used, compute, nothing, hidden, ids)
 
-    def split(x: jax.Array) -> jax.Array:
-        return x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
-
     # all devices that compute a chunk together must agree to
-    used = shards.everyones(split(used_BT).any(axis=(1, 2))[None, :, None], head.axes, bool)
+    used = shards.everyones(_chunks(used_BT, chunk).any(axis=(1, 2))[None, :, None], head.axes, bool)
     used = used.reshape(-1, T // chunk).any(axis=0)
-    logp, spread = jax.lax.map(some, (split(hidden_BTD), split(ids_BT), used))
-    return logp.swapaxes(0, 1).reshape(B, T), spread.swapaxes(0, 1).reshape(B, T)
+    logp, spread = jax.lax.map(some, (_chunks(hidden_BTD, chunk), _chunks(ids_BT, chunk), used))
+    return _tokens(logp), _tokens(spread)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -182,7 +191,7 @@ def _log_probs(
 
 
 def _log_probs_forward(hidden, weight, ids, temperature, used, spec: str, dtype: np.dtype, chunk: int):
-    B, T, D = hidden.shape
+    B, _, D = hidden.shape
     rounded = weight.astype(dtype)
 
     def compute(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
@@ -200,11 +209,8 @@ def _log_probs_forward(hidden, weight, ids, temperature, used, spec: str, dtype:
         hidden, ids, used = parts
         return jax.lax.cond(used.any(), compute, nothing, hidden, ids)
 
-    def split(x: jax.Array) -> jax.Array:
-        return x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
-
-    found = jax.lax.map(some, (split(hidden), split(ids), split(used)))
-    out, log_totals, spread = (x.swapaxes(0, 1).reshape(B, T) for x in found)
+    found = jax.lax.map(some, tuple(_chunks(x, chunk) for x in (hidden, ids, used)))
+    out, log_totals, spread = map(_tokens, found)
     return (out, spread), (hidden, weight, ids, temperature, used, log_totals)
 
 

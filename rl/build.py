@@ -24,6 +24,11 @@ def build(cls: type, given: Mapping[str, Any], where: str = "config") -> Any:
     return result
 
 
+def pick(cls: type, section: Any) -> Any:
+    """The part of a section that is a `cls`: its fields, by name."""
+    return cls(**{item.name: getattr(section, item.name) for item in dataclasses.fields(cls)})
+
+
 def _build(cls: type, given: Mapping[str, Any], where: str, errors: list[str]) -> Any:
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls)}

@@ -2,9 +2,8 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ from models.config import ModelConfig, read_config
 from models.hf import load_hf, resolve, save_hf
 from models.tokenizer import ByteTokenizer, Tokenizer
 from models.transformer import describe
-from rl.config import ModelSection, Placement, RunConfig, build
+from rl.build import build, pick
+from rl.config import EnvironmentSection, ModelSection, Placement, RunConfig
 from rl.environments import EVAL_KEYS, TRAIN_KEYS, Arithmetic, Environment, ReasoningGym, Task, constant_answer
 from rl.forest import Layout
 from rl.objective import Objective
@@ -148,15 +148,22 @@ def make_model(section: ModelSection) -> tuple[ModelConfig, Path | None, Tokeniz
 
 def make_environment(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> tuple[Environment, Renderer]:
     section = config.environment
-    for field_name, given, known in (("kind", section.kind, ENVIRONMENTS), ("renderer", section.renderer, RENDERERS)):
-        if given not in known:
-            raise ValueError(f"environment.{field_name}: {given!r} is unknown; use one of {sorted(known)}")
+    if section.kind not in ENVIRONMENTS:
+        raise ValueError(f"environment.kind: {section.kind!r} is unknown; use one of {sorted(ENVIRONMENTS)}")
+    renderer = make_renderer(section, tokenizer)
     try:
-        environment = ENVIRONMENTS[section.kind](**section.options)
-        renderer = RENDERERS[section.renderer](tokenizer, **section.renderer_options)
+        return ENVIRONMENTS[section.kind](**section.options), renderer
     except TypeError as error:
         raise ValueError(f"environment.options or renderer_options: {error}") from error
-    return environment, renderer
+
+
+def make_renderer(section: EnvironmentSection, tokenizer: Tokenizer | ByteTokenizer) -> Renderer:
+    if section.renderer not in RENDERERS:
+        raise ValueError(f"environment.renderer: {section.renderer!r} is unknown; use one of {sorted(RENDERERS)}")
+    try:
+        return RENDERERS[section.renderer](tokenizer, **section.renderer_options)
+    except TypeError as error:
+        raise ValueError(f"environment.renderer_options: {error}") from error
 
 
 def longest_branch(config: RunConfig) -> int:
@@ -184,15 +191,11 @@ def _blocks(tokens: int) -> int:
     return -(-tokens // KEY_BLOCK) * KEY_BLOCK
 
 
-def _pick(cls: type, section: Any) -> Any:
-    return cls(**{f.name: getattr(section, f.name) for f in fields(cls)})
-
-
 def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None, *, critic: bool = False) -> Trainer:
     """A trainer with the model's own weights, or random ones, as masters; a critic has a value head besides."""
     mesh, rules = _mesh(config.trainer, "trainer")
     section = config.trainer
-    optimizer = _pick(OptimizerConfig, config.critic if critic else section)
+    optimizer = pick(OptimizerConfig, config.critic if critic else section)
     objective = Objective(loss="value", options=config.critic.loss_options) if critic else section.objective()
     weights = describe(model, value_head=critic)
     shardings = _shardings(rules, mesh, weights, "trainer")
@@ -224,7 +227,7 @@ def make_engine(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engi
     weights = describe(model, stacked=False)
     return Engine(
         model,
-        _pick(EngineConfig, config.engine),
+        pick(EngineConfig, config.engine),
         published_params(trainer, weights, _shardings(rules, mesh, weights, "engine"), dtype),
         version=trainer.step,
         dtype=dtype,

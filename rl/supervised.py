@@ -15,8 +15,8 @@ from models.config import ModelConfig
 from models.tokenizer import ByteTokenizer, Tokenizer
 from rl.config import NO_TASKS, EngineSection, RolloutSection, RunConfig
 from rl.datasets import Dataset, load
-from rl.renderers import RENDERERS, Renderer
-from rl.run import Run, check_prompts, make_engine, make_environment, make_model, make_trainer
+from rl.renderers import Renderer
+from rl.run import Run, check_prompts, make_engine, make_environment, make_model, make_renderer, make_trainer
 from rl.trainer import Trainer
 
 
@@ -53,20 +53,10 @@ def load_data(config: RunConfig, report: Callable[[str], None]) -> Dataset | Non
         return None
     model, _, tokenizer = make_model(config.model)
     limit = model.max_positions if config.trainer.depth_first else config.trainer.tokens_per_row
-    data = load(Path(section.path), config.trainer.loss, _renderer(config, tokenizer), limit, section.too_long)
+    data = load(Path(section.path), config.trainer.loss, make_renderer(config.environment, tokenizer), limit, section.too_long)
     dropped = f"; {data.dropped} of more than {limit} tokens were dropped" if data.dropped else ""
     report(f"{section.path}: {len(data.examples)} examples, the longest of {data.longest} tokens{dropped}")
     return data
-
-
-def _renderer(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> Renderer:
-    section = config.environment
-    if section.renderer not in RENDERERS:
-        raise ValueError(f"environment.renderer: {section.renderer!r} is unknown; use one of {sorted(RENDERERS)}")
-    try:
-        return RENDERERS[section.renderer](tokenizer, **section.renderer_options)
-    except TypeError as error:
-        raise ValueError(f"environment.renderer_options: {error}") from error
 
 
 def num_steps(config: RunConfig, data: Dataset | None) -> int:
@@ -85,7 +75,7 @@ def make_data_run(config: RunConfig, data: Dataset) -> Run | DataRun:
     model, source, tokenizer = make_model(config.model)
     if config.environment.kind == NO_TASKS:
         trainer = make_trainer(_fitted(config, data), model, source)
-        return DataRun(config, model, source, tokenizer, _renderer(config, tokenizer), trainer)
+        return DataRun(config, model, source, tokenizer, make_renderer(config.environment, tokenizer), trainer)
     environment, renderer = make_environment(config, tokenizer)
     assert config.data is not None
     check_prompts(replace(config, steps=0, data=replace(config.data, epochs=1)), environment, renderer)
