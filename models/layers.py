@@ -13,13 +13,20 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.typing import DTypeLike
 
 from models.config import ModelConfig
+from sharding.rules import Weight
 
 COLUMNS = 64
 """float32 products with a multiple of so many columns have bits that depend neither on the number of rows nor on where zeros
 stand between terms (measured on CPU, jax 0.10.2 and 0.12; with fewer columns they do)"""
+
+
+def weight(shape: tuple[int, ...], dims: tuple[str, ...], init: float) -> nnx.Param:
+    """A parameter that so far is only its description."""
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), description=Weight(shape, dims, init))
 
 
 def accumulator(dtype: DTypeLike) -> np.dtype:
@@ -43,10 +50,11 @@ def dots(spec: str, x: jax.Array, weights: Sequence[jax.Array], dtype: DTypeLike
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def _dots(spec: str, x: jax.Array, weights: tuple[jax.Array, ...], dtype: np.dtype) -> tuple[jax.Array, ...]:
-    return tuple(_product(spec, x, w, dtype) for w in weights)
+    return tuple(product(spec, x, w, dtype) for w in weights)
 
 
-def _product(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
+def product(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
+    """`dot` without its gradient."""
     x, w = x.astype(dtype), w.astype(dtype)
     precision = None if dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
     tiled = _tiled(spec, x, w) if dtype == np.float32 else None
@@ -84,25 +92,25 @@ def _dots_backward(spec: str, dtype: np.dtype, saved: tuple[jax.Array, jax.Array
     x = restored(x, dtype)
     operands, out = spec.split("->")
     left, right = operands.split(",")
-    parts = (_product(f"{out},{right}->{left}", g, w, dtype) for g, w in zip(gs, weights, strict=True))
+    parts = (product(f"{out},{right}->{left}", g, w, dtype) for g, w in zip(gs, weights, strict=True))
     dx = functools.reduce(jnp.add, parts).astype(like.dtype)
-    return dx, tuple(_outer(left, out, right, x, g, dtype).astype(w.dtype) for g, w in zip(gs, weights, strict=True))
+    return dx, tuple(outer(left, out, right, x, g, dtype).astype(w.dtype) for g, w in zip(gs, weights, strict=True))
 
 
 _dots.defvjp(_dots_forward, _dots_backward)
 
 
-def _outer(left: str, out: str, right: str, x: jax.Array, g: jax.Array, dtype: np.dtype) -> jax.Array:
+def outer(left: str, out: str, right: str, x: jax.Array, g: jax.Array, dtype: np.dtype) -> jax.Array:
     """The gradient of a weight, `einsum("left,out->right", x, g)`.
 
     16-bit matrices: XLA-CPU contracts over the first dim of the left operand in float32, at 40 % of the rate that the last one
     gets (measured), so the operand that gives the result's rows is turned first.
     """
     if x.ndim != 2 or g.ndim != 2 or dtype.itemsize != 2:
-        return _product(f"{left},{out}->{right}", x, g, dtype)
+        return product(f"{left},{out}->{right}", x, g, dtype)
     if right[0] in out:
         left, out, x, g = out, left, g, x
-    return _product(f"{left[::-1]},{out}->{right}", turned(x.astype(dtype)), g, dtype)
+    return product(f"{left[::-1]},{out}->{right}", turned(x.astype(dtype)), g, dtype)
 
 
 def stored(x: jax.Array, dtype: DTypeLike) -> jax.Array:

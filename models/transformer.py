@@ -1,6 +1,6 @@
-"""The one decoder that trainer and engine share: Llama and Qwen3, dense.
+"""The one decoder that trainer and engine share: Llama, Qwen3, Qwen3-MoE and Qwen2-MoE.
 
-Legend: T tokens, D model, H query heads, K kv heads, h head dim, F ffn, V vocab.
+Legend: T tokens, D model, H query heads, K kv heads, h head dim, F ffn, V vocab, L layers, E experts, k experts per token.
 
 The forward is written over a token dim and never knows who calls it: each layer hands q, k, v to an attention context.
 Weights are described once, by `weight(...)` in the modules; parameters are a flat dict from dotted names to arrays.
@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 
 from models.attention import Context
 from models.config import ModelConfig
-from models.layers import dot, dots, gated, published, rms_norm, rope_tables, rotate
+from models.layers import dot, dots, gated, published, rms_norm, rope_tables, rotate, weight
+from models.moe import MoE, Routing
 from sharding.rules import Weight
 from sharding.shards import Shards, gathers
 from sharding.vocabulary import Head, lookup
@@ -43,13 +44,8 @@ Params = Mapping[str, jax.Array]
 ALONE = Shards()
 
 
-def weight(shape: tuple[int, ...], dims: tuple[str, ...], init: float) -> nnx.Param:
-    """A parameter that so far is only its description."""
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), description=Weight(shape, dims, init))
-
-
 class Block(nnx.Module):
-    """Pre-norm attention and gated feed-forward."""
+    """Pre-norm attention and gated feed-forward, or experts."""
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike):
         D, H, K, h, F = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim, config.ffn_dim
@@ -60,10 +56,17 @@ class Block(nnx.Module):
         self.k = weight((D, K, h), ("embed", "kv_heads", "head_dim"), D**-0.5)
         self.v = weight((D, K, h), ("embed", "kv_heads", "head_dim"), D**-0.5)
         self.o = weight((H, h, D), ("heads", "head_dim", "embed"), (H * h) ** -0.5 * deep)
+        if config.qkv_bias:
+            self.q_bias = weight((H, h), ("heads", "head_dim"), 0.02)
+            self.k_bias = weight((K, h), ("kv_heads", "head_dim"), 0.02)
+            self.v_bias = weight((K, h), ("kv_heads", "head_dim"), 0.02)
         if config.qk_norm:
             self.q_norm = weight((h,), ("norm",), 0)
             self.k_norm = weight((h,), ("norm",), 0)
         self.mlp_norm = weight((D,), ("norm",), 0)
+        if config.moe:
+            self.moe = MoE(config, dtype, deep)
+            return
         self.gate = weight((D, F), ("embed", "ffn"), D**-0.5)
         self.up = weight((D, F), ("embed", "ffn"), D**-0.5)
         self.down = weight((F, D), ("ffn", "embed"), F**-0.5 * deep)
@@ -81,6 +84,11 @@ class Block(nnx.Module):
     def attention(self, layer, x: jax.Array, rope: tuple[jax.Array, jax.Array], context: Context) -> jax.Array:
         y = self.norm(x, self.attn_norm)
         q, k, v = self.project(y, self.q, self.k, self.v)
+        if hasattr(self, "q_bias"):
+            biases = self.q_bias, self.k_bias, self.v_bias
+            q, k, v = (
+                x + jnp.broadcast_to(published(b[...], self.dtype), x.shape) for x, b in zip((q, k, v), biases, strict=True)
+            )
         if hasattr(self, "q_norm"):
             q, k = self.norm(q, self.q_norm), self.norm(k, self.k_norm)
         out = context.attend(layer, rotate(q, rope, self.dtype), rotate(k, rope, self.dtype), v)
@@ -93,12 +101,24 @@ class Block(nnx.Module):
         return self.project(gated(gate, up, self.dtype), self.down)[0]
 
     def __call__(
-        self, layer, x: jax.Array, rope: tuple[jax.Array, jax.Array], context: Context, shards: Shards = ALONE
-    ) -> jax.Array:
+        self,
+        layer,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        context: Context,
+        shards: Shards = ALONE,
+        outer: Shards = ALONE,
+        replay: jax.Array | None = None,
+        load: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing | None]:
         with jax.named_scope("attention"):
             x = x + shards.total(self.attention(layer, x, rope, context), "heads")
-        with jax.named_scope("mlp"):
-            return x + shards.total(self.mlp(x), "ffn")
+        if not hasattr(self, "moe"):
+            with jax.named_scope("mlp"):
+                return x + shards.total(self.mlp(x), "ffn"), None
+        with jax.named_scope("moe"):
+            y, routing = self.moe(self.norm(x, self.mlp_norm), replay, load, shards, outer)
+            return x + checkpoint_name(y, PRODUCT), routing
 
 
 class Transformer(nnx.Module):
@@ -113,7 +133,8 @@ class Transformer(nnx.Module):
         D, V = config.model_dim, config.vocab_size
         if remat not in REMAT:
             raise ValueError(f"remat: {remat!r} is unknown; use one of {sorted(REMAT)}")
-        self.config, self.dtype, self.remat, self.shards = config, dtype, remat, ALONE
+        self.config, self.dtype, self.remat = config, dtype, remat
+        self.shards = self.outer = ALONE
         self.embed = weight((V, D), ("vocab", "embed"), D**-0.5)
         if stacked:
             self.blocks = Block(config, dtype)
@@ -127,12 +148,27 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, context: Context) -> jax.Array:
         """tokens and positions int32 `[..., T]` -> normalised hidden states `[..., T, D]`."""
+        return self.forward(tokens, positions, context)[0]
+
+    def forward(
+        self, tokens: jax.Array, positions: jax.Array, context: Context, replay: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing | None]:
+        """The hidden states, and how experts were chosen `[L, ..., T]` (None where there are none).
+
+        Args:
+            replay: unsigned `[..., T, L, k]`: the experts to use; see `models.moe.MoE`.
+        """
         if isinstance(self.blocks, nnx.List):
             x, rope = self._start(tokens, positions)
+            routings = []
             for layer, block in enumerate(self.blocks):
-                x = block(layer, x, rope, context)
-            return self._end(x)
-        return self.scan(tokens, positions, jnp.arange(self.config.num_layers), lambda layer: (context, layer))[0]
+                mine = None if replay is None else replay[..., layer, :]
+                x, routing = block(layer, x, rope, context, self.shards, self.outer, mine)
+                routings.append(routing)
+            return self._end(x), jax.tree.map(lambda *parts: jnp.stack(parts), *routings) if self.config.moe else None
+        layers = jnp.arange(self.config.num_layers)
+        hidden, _, routing = self.scan(tokens, positions, layers, lambda layer: (context, layer), replay)
+        return hidden, routing
 
     def scan(
         self,
@@ -140,30 +176,37 @@ class Transformer(nnx.Module):
         positions: jax.Array,
         scanned: Any,
         context_of: Callable[[Any], tuple[Context, int | jax.Array]],
-    ) -> tuple[jax.Array, Any]:
+        replay: jax.Array | None = None,
+        load: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, Routing | None]:
         """The forward of stacked blocks, each with a context of its own.
 
         Args:
             scanned: a tree whose arrays have a leading layer dim.
             context_of: a layer's part of `scanned` -> its context, and the layer number that the context is told.
+            replay: as `forward`'s.
+            load: `[L, E]`: share of the batch's assignments that each expert gets.
 
         Returns:
-            Hidden states `[..., T, D]`, and what the contexts left in an attribute `new`, stacked (None where they have none).
+            Hidden states `[..., T, D]`; what the contexts left in an attribute `new`, stacked (None where they have none); and
+            the routing.
         """
         x, rope = self._start(tokens, positions)
         definition, weights = nnx.split(self.blocks)
+        by_layer = None if replay is None else jnp.moveaxis(replay, -2, 0)
 
-        def body(x: jax.Array, part: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-            state, mine = part
+        def body(x: jax.Array, part: tuple[Any, Any, Any, Any]) -> tuple[jax.Array, Any]:
+            state, mine, replay, load = part
             context, layer = context_of(mine)
             state = jax.tree.map(self._whole, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-            x = nnx.merge(definition, state)(layer, x, rope, context, self.shards)
-            return x, getattr(context, "new", None)
+            block = nnx.merge(definition, state)
+            x, routing = block(layer, x, rope, context, self.shards, self.outer, replay, load)
+            return x, (getattr(context, "new", None), routing)
 
         if self.remat != "none" or self.shards.mesh:
             body = jax.checkpoint(body, policy=REMAT[self.remat], prevent_cse=False)
-        x, new = jax.lax.scan(body, x, (weights, scanned))
-        return self._end(x), new
+        x, (new, routing) = jax.lax.scan(body, x, (weights, scanned, by_layer, load))
+        return self._end(x), new, routing
 
     def _start(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         rope = rope_tables(self.config, positions, self.dtype)
@@ -234,10 +277,15 @@ class Definition:
         self._graph = nnx.graphdef(model)
         self._named = _named(model)
 
-    def bind(self, params: Params, shards: Shards = ALONE) -> Transformer:
-        """A Transformer over these arrays (traced or real), or over this device's parts. Names must match exactly."""
+    def bind(self, params: Params, shards: Shards = ALONE, outer: Shards = ALONE) -> Transformer:
+        """A Transformer over these arrays (traced or real). Names must match exactly.
+
+        Args:
+            shards: of a caller inside of `shards.run`: the arrays are this device's parts.
+            outer: of a caller outside: how the experts are split.
+        """
         assert params.keys() == self.weights.keys(), sorted(params.keys() ^ self.weights.keys())
         state: Any = nnx.from_flat_state([(path, variable.replace(params[name])) for name, path, variable in self._named])
         model = nnx.merge(self._graph, state)
-        model.shards = shards
+        model.shards, model.outer = shards, outer
         return model

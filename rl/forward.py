@@ -135,7 +135,7 @@ def _read_segment(
     start, count = jnp.asarray(segment.start), jnp.asarray(segment.count)
     tokens = jnp.asarray(segment.tokens)
     wide = tuple(x.astype(accumulator(definition.dtype)) for x in (keys, values))
-    hidden, new = model.scan(
+    hidden, new, _ = model.scan(
         tokens,
         start + jnp.arange(tokens.shape[0], dtype=jnp.int32),
         wide,

@@ -56,7 +56,7 @@ class Programs:
         mesh: Mesh,
         rules: Rules,
     ):
-        self.shards = Shards.of(mesh, rules)
+        self.shards = Shards.of(mesh, rules, definition.weights)
         ways = int(np.prod([mesh.shape[axis] for axis in self.shards.rows]))
         if layout.rows % ways:
             raise ValueError(

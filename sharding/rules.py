@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import jax
+from absl import logging
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Axes = str | tuple[str, ...] | None
+
+UNEVEN = ("experts", "expert_ffn")
+"""dims that stay whole where their axes do not divide them: checkpoints have 60 experts, and inner dims of any size"""
 
 
 @dataclass(frozen=True)
@@ -62,18 +66,20 @@ class Rules:
             ValueError: a rule names an axis the mesh lacks, or an axis that does not divide the dimension.
         """
         spec = self.spec(weight.dims, name)
+        entries: list[Axes] = []
         for size, dim, axes in zip(weight.shape, weight.dims, spec, strict=True):
             ways = 1
             for axis in (axes,) if isinstance(axes, str) else (axes or ()):
                 if axis not in mesh.shape:
                     raise ValueError(f"rules: {dim!r} is mapped to {axis!r}, but the mesh has axes {tuple(mesh.shape)}")
                 ways *= mesh.shape[axis]
-            if size % ways:
+            entries.append(axes if size % ways == 0 else None)
+            if size % ways and dim not in UNEVEN:
                 raise ValueError(
                     f"rules: dim {dim!r} of {name} has size {size}, which {ways} devices on {axes!r} do not divide; "
                     f"change the mesh or map {dim!r} to None"
                 )
-        return NamedSharding(mesh, spec)
+        return NamedSharding(mesh, PartitionSpec(*entries))
 
     def shardings(self, mesh: Mesh | AbstractMesh, weights: Mapping[str, Weight]) -> dict[str, jax.sharding.Sharding]:
         """Shardings of a whole tree, by name.
@@ -87,4 +93,21 @@ class Rules:
                 close = difflib.get_close_matches(dim, dims, n=1)
                 fix = f"did you mean {close[0]!r}?" if close else f"they have {', '.join(dims)}"
                 raise ValueError(f"rules: no weight has a dim {dim!r}; {fix}")
+        for dim in self.uneven(mesh, weights):
+            logging.warning(
+                "rules: %r is mapped to %r, which does not divide it: every device has all of it", dim, self.table[dim]
+            )
         return {name: self.sharding(mesh, weight, name) for name, weight in weights.items()}
+
+    def uneven(self, mesh: Mesh | AbstractMesh, weights: Mapping[str, Weight]) -> list[str]:
+        """Dims of UNEVEN that stay whole on this mesh."""
+        whole = []
+        for dim in UNEVEN:
+            axes = self.table.get(dim)
+            ways = math.prod(mesh.shape.get(axis, 1) for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+            sizes = {
+                size for weight in weights.values() for name, size in zip(weight.dims, weight.shape, strict=True) if name == dim
+            }
+            if any(size % ways for size in sizes):
+                whole.append(dim)
+        return whole

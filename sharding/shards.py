@@ -2,10 +2,11 @@
 
 Legend: B rows, T tokens, D model, V vocab.
 
-A step runs as one program per device (`jax.shard_map`). Rows are split over `data` and `fsdp`, the tokens of a row over
-`context`; a weight that is split over one of these axes is gathered where it is used, one layer at a time, and its gradient is
-summed and cut again (Rajbhandari et al., ZeRO, arXiv 1910.02054). Heads, ffn and vocabulary that are split over another axis
-stay split (Shoeybi et al., Megatron-LM, arXiv 1909.08053). The table of embeddings and the head are never whole on any device.
+A step runs as one program per device (`jax.shard_map`). Rows are split over `data`, `fsdp` and `expert`, the tokens of a row
+over `context`; a weight that is split over one of these axes is gathered where it is used, one layer at a time, and its
+gradient is summed and cut again (Rajbhandari et al., ZeRO, arXiv 1910.02054). Heads, ffn and vocabulary that are split over
+another axis stay split (Shoeybi et al., Megatron-LM, arXiv 1909.08053), and so do experts over theirs: tokens travel to them.
+The table of embeddings and the head are never whole on any device.
 
 Left to the partitioner, the head was gathered for every chunk of logits, its gradient summed as often, and logits were whole
 where a reshape merges a split dim with another.
@@ -24,12 +25,12 @@ from jax.typing import DTypeLike
 
 from sharding.rules import Rules, Weight
 
-ROWS = ("data", "fsdp")
+ROWS = ("data", "fsdp", "expert")
 """mesh axes over which rows are split"""
 CONTEXT = ("context",)
 """the mesh axis over which the tokens of a row are split"""
-SPLIT = ("heads", "kv_heads", "ffn", "vocab")
-"""dims that may stay split over other axes"""
+SPLIT = ("heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn")
+"""dims that may stay split over other axes; `experts` also over the axis `expert`, whose devices exchange tokens"""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Shards:
     """of the devices; empty: this process's own"""
 
     @staticmethod
-    def of(mesh: Mesh, rules: Rules) -> "Shards":
-        """Of a step on this mesh.
+    def of(mesh: Mesh, rules: Rules, weights: Mapping[str, Weight]) -> "Shards":
+        """Of a step on this mesh with these weights.
 
         Raises:
             ValueError: heads and kv heads are split differently, or layers are.
@@ -59,6 +60,7 @@ class Shards:
         sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
         named = {dim: (axes,) if isinstance(axes, str) else axes or () for dim, axes in rules.table.items()}
         table = {dim: tuple(axis for axis in axes if axis in sizes) for dim, axes in named.items()}
+        table |= dict.fromkeys(rules.uneven(mesh, weights), ())
         shards = Shards(
             mesh if sizes else None,
             tuple(table.items()),
@@ -86,7 +88,11 @@ class Shards:
 
     def kept(self, dim: str) -> tuple[str, ...]:
         """Axes over which a weight's dim stays split where it is used."""
-        return tuple(axis for axis in self.axes(dim) if dim in SPLIT and axis not in (*ROWS, *CONTEXT))
+        return tuple(
+            axis
+            for axis in self.axes(dim)
+            if dim in SPLIT and (axis not in (*ROWS, *CONTEXT) or (dim, axis) == ("experts", "expert"))
+        )
 
     def spec(self, *dims: str | None) -> PartitionSpec:
         """Of an array: `B` is rows, `T` tokens, other names are logical dims of which the split is kept."""
@@ -118,6 +124,11 @@ class Shards:
         """Sum of products over a dim that stays split."""
         axes = self.kept(dim)
         return jax.lax.psum(x, axes) if axes else x
+
+    def exchange(self, x: jax.Array, axes: tuple[str, ...], dtype: DTypeLike) -> jax.Array:
+        """Rows `[W n, ...]`, n for each of the W devices along these axes -> those that they have for this one; rounded to
+        `dtype` on the way. The gradient is not rounded."""
+        return _exchange(x, axes, np.dtype(dtype))
 
     # ---- tokens
 
@@ -166,6 +177,23 @@ def _gather_backward(cuts: tuple[tuple[int, str], ...], dtype: np.dtype, saved: 
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _exchange_forward(x: jax.Array, axes: tuple[str, ...], dtype: np.dtype):
+    return _exchange(x, axes, dtype), None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _exchange(x: jax.Array, axes: tuple[str, ...], dtype: np.dtype) -> jax.Array:
+    narrow = jax.lax.all_to_all(x.astype(dtype), axes, split_axis=0, concat_axis=0, tiled=True)
+    return narrow.astype(x.dtype)
+
+
+def _exchange_backward(axes: tuple[str, ...], dtype: np.dtype, saved: None, g: jax.Array):
+    return (jax.lax.all_to_all(g, axes, split_axis=0, concat_axis=0, tiled=True),)
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
 def gathers(params: Mapping[str, Any]) -> bool:

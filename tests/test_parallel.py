@@ -216,7 +216,7 @@ def test_activations_are_split_with_the_tokens_of_a_row(report: Callable[[str], 
 def test_lookup_and_head_of_parts() -> None:
     """On fsdp 2 x tensor 2, V odd for the head's parts: what one device computes; and vjp's of both, exactly."""
     mesh = make_mesh({"fsdp": 2, "tensor": 2})
-    shards = Shards.of(mesh, Rules({"embed": "fsdp", "vocab": "tensor"}))
+    shards = Shards.of(mesh, Rules({"embed": "fsdp", "vocab": "tensor"}), {})
     rng = np.random.default_rng(0)
     table = rng.integers(-4, 5, (6, 8)).astype(np.float32)
     tokens = rng.integers(0, 6, (4, 5)).astype(np.int32)
@@ -251,9 +251,9 @@ def test_lookup_and_head_of_parts() -> None:
 def test_rules_that_no_step_can_follow() -> None:
     mesh = make_mesh({"tensor": 2})
     with pytest.raises(ValueError, match="heads are on .'tensor',., kv_heads on ..; .* map both to one axis"):
-        Shards.of(mesh, Rules({"heads": "tensor"}))
+        Shards.of(mesh, Rules({"heads": "tensor"}), {})
     with pytest.raises(ValueError, match="'layer' is mapped to 'tensor'; .* map it to None"):
-        Shards.of(mesh, Rules({"layer": "tensor"}))
-    assert Shards.of(make_mesh({"fsdp": 1, "tensor": 1}), Rules({"heads": "tensor"})) == Shards(
+        Shards.of(mesh, Rules({"layer": "tensor"}), {})
+    assert Shards.of(make_mesh({"fsdp": 1, "tensor": 1}), Rules({"heads": "tensor"}), {}) == Shards(
         table=(("heads", ()),), platform="cpu"
     )
