@@ -53,7 +53,7 @@ def check_rows(rows: np.ndarray, model: ModelConfig, what: str, *, least: int | 
         layers, k = row_shape(model)
         raise ValueError(
             f"{what}: rows are {rows.dtype} {list(rows.shape)}, this model's are {dtype} [tokens, {layers} layers, {k} experts]: "
-            f"recorded with another model"
+            "those of another model"
         )
     if least is not None and len(rows) < least:
         raise ValueError(f"{what}: {len(rows)} rows are fewer than the {least} tokens that were routed; some are missing")
@@ -103,4 +103,4 @@ def from_record(record: Mapping[str, Any], what: str) -> np.ndarray:
         raise ValueError(f"{what}: its bytes do not have the checksum {crc32}; it is corrupted")
     if len(data) != int(np.prod(shape)) * dtype.itemsize:
         raise ValueError(f"{what}: {len(data)} bytes are not the {list(shape)} of {dtype} that it says; it is corrupted")
-    return np.array(memoryview(data), np.uint8).view(dtype.newbyteorder("<")).astype(dtype).reshape(shape)
+    return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype).reshape(shape)
