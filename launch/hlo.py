@@ -140,6 +140,9 @@ def _flops(eqn: Any) -> int:
         (contracted, _), _ = params["dimension_numbers"]
         left = eqn.invars[0].aval.shape
         return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    if name == "ragged_dot_general":  # every row of its left operand, whether it belongs to an expert or not
+        left, right = (operand.aval.shape for operand in eqn.invars[:2])
+        return 2 * math.prod(left) * right[-1]
     if name == "while":
         return 0
     if name == "cond":
