@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from models.config import ModelConfig, MoEConfig
 from models.grouped import grouped
-from models.layers import COLUMNS, accumulator, dot, dots, exp_from, gated, published, row_sum, weight
+from models.layers import COLUMNS, dot, dots, exp_from, gated, published, row_sum, weight
 from sharding.shards import Shards
 
 HEADROOM = 1.25
@@ -184,8 +184,8 @@ def exchanged(
 ) -> jax.Array:
     """`of_assignments` where each device has some of the tokens and some of the experts: nothing is ever dropped.
 
-    A round sends every device up to HEADROOM times its equal share; if the routing is skewed, there are more rounds. All
-    devices of the mesh run as many, so that no collective waits for one that others skip.
+    A round sends every device up to HEADROOM times its equal share; if the routing is skewed, more rounds follow. All devices
+    of the mesh run as many, so that no collective waits for one that others skip.
     """
     (T, k), N, W = ids.shape, ids.size, jax.lax.axis_size(axes)
     num_experts = weights[0].shape[0]
@@ -195,7 +195,7 @@ def exchanged(
     rank = jnp.take_along_axis(jnp.cumsum(is_for, axis=0) - 1, target[:, None], axis=1)[:, 0]
     most = jax.lax.pmax(is_for.sum(axis=0).max(), shards.rows)
 
-    def one(number: jax.Array, x: jax.Array, gates: jax.Array, weights: Weights) -> jax.Array:
+    def one(number: int | jax.Array, x: jax.Array, gates: jax.Array, weights: Weights) -> jax.Array:
         slot = rank - number * C
         place = jnp.where((slot >= 0) & (slot < C), target * C + slot, W * C)
         sent = jnp.full(W * C, N, jnp.int32).at[place].set(jnp.arange(N, dtype=jnp.int32), mode="drop")
@@ -210,9 +210,10 @@ def exchanged(
         new = jax.lax.cond(number * C < most, one, lambda *_: nothing(), number, x, gates, weights)
         return total + new, None
 
+    total = one(0, x, gates, weights)
     rounds = -(-T * min(k, num_experts) // C)
-    start = jnp.zeros((N, x.shape[1]), accumulator(dtype))
-    total, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), start, jnp.arange(rounds))
+    if rounds > 1:
+        total, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), total, jnp.arange(1, rounds))
     return total.reshape(T, k, -1)
 
 
