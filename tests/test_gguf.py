@@ -11,9 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from launch.convert import convert
-from models.config import read_config
 from models.gguf import convert_gguf, embedded_gguf
-from models.hf import load_hf, manifest
+from models.hf import load_hf
+from models.hf_config import read_config
+from models.hf_names import manifest
 from models.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")

@@ -13,8 +13,10 @@ from safetensors.numpy import load_file, save_file
 
 from launch.cli import run_main
 from launch.convert import convert
-from models.config import ModelConfig, RopeScaling, read_config
-from models.hf import load_hf, manifest, resolve, save_hf
+from models.config import ModelConfig, RopeScaling
+from models.hf import load_hf, resolve, save_hf
+from models.hf_config import from_hf, read_config, to_hf
+from models.hf_names import manifest
 from models.transformer import describe
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,19 +42,19 @@ def random_params(config: ModelConfig, dtype: Any = np.float32) -> dict[str, np.
 
 
 def raw(**changes: Any) -> dict[str, Any]:
-    return {**QWEN3.to_hf(), **changes}
+    return {**to_hf(QWEN3), **changes}
 
 
 @BOTH
 def test_config_round_trip(config: ModelConfig) -> None:
-    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    assert from_hf(json.loads(json.dumps(to_hf(config)))) == config
 
 
 def test_config_defaults() -> None:
-    fields = LLAMA.to_hf()
+    fields = to_hf(LLAMA)
     for name in ("head_dim", "num_key_value_heads", "rope_scaling", "rope_theta", "architectures", "bos_token_id"):
         del fields[name]
-    config = ModelConfig.from_hf(fields)
+    config = from_hf(fields)
     assert (config.family, config.head_dim, config.num_kv_heads) == ("llama", 2, 4)
     assert (config.rope_theta, config.rope_scaling, config.bos_id) == (10000.0, None, None)
 
@@ -61,7 +63,7 @@ def test_newer_rope_form_is_read() -> None:
     config = read_config(GOLDEN / "tiny_llama3")
     assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 256) and config.rope_theta == 10000.0
     assert read_config(GOLDEN / "tiny_qwen3").rope_theta == 1e6
-    assert ModelConfig.from_hf(raw(rope_scaling={"type": "default"})).rope_scaling is None
+    assert from_hf(raw(rope_scaling={"type": "default"})).rope_scaling is None
 
 
 def test_config_names_every_missing_field() -> None:
@@ -69,7 +71,7 @@ def test_config_names_every_missing_field() -> None:
     for name in ("hidden_size", "num_hidden_layers", "head_dim", "rms_norm_eps"):
         del fields[name]
     with pytest.raises(ValueError, match=r"hidden_size: missing.*num_hidden_layers: missing.*rms_norm_eps.*head_dim"):
-        ModelConfig.from_hf(fields)
+        from_hf(fields)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_config_names_every_missing_field() -> None:
 )
 def test_unsupported_configs_are_refused_by_name(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        ModelConfig.from_hf(raw(**changes))
+        from_hf(raw(**changes))
 
 
 def test_read_config(tmp_path: Path) -> None:

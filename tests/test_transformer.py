@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from models.attention import ForestContext
-from models.config import ModelConfig, read_config
+from models.config import ModelConfig
 from models.hf import load_hf, save_hf
+from models.hf_config import read_config
 from models.transformer import REMAT, Definition, describe
 from rl.forest import Branch, Layout, pack
 
