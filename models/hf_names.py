@@ -83,11 +83,15 @@ def manifest(config: ModelConfig, fused: bool = False) -> dict[str, Tensor]:
 
 
 def expected(config: ModelConfig, present: Collection[str]) -> dict[str, Tensor]:
-    """The manifest of a checkpoint that has these tensors: a layer's experts are fused if any of them is."""
+    """The manifest of a checkpoint that has these tensors: the experts of a layer are fused if any tensor of theirs is, or if
+    none is there and those of another layer are."""
     if not config.moe:
         return manifest(config)
     single, fused = manifest(config), manifest(config, fused=True)
     layers = {fused[name].at for name in present if name in fused.keys() - single.keys()}
+    if layers:
+        seen = {single[name].at[:1] for name in present if name in single.keys() - fused.keys()}
+        layers |= {(layer,) for layer in range(config.num_layers)} - seen
     chosen = {name: tensor for name, tensor in single.items() if name in fused or tensor.at[:1] not in layers}
     return chosen | {name: tensor for name, tensor in fused.items() if tensor.at in layers}
 

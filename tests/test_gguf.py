@@ -211,13 +211,14 @@ def test_corrupt_header(tmp_path: Path) -> None:
 
 
 def test_other_architecture_and_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ValueError, match="'mamba' is not supported"):
-        convert_gguf(tmp_path / "b.gguf", tmp_path / "out")
+    for architecture in ("mamba", "qwen3moe", "qwen2moe"):
+        writer = gguf.GGUFWriter(tmp_path / "b.gguf", architecture)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(ValueError, match=f"'{architecture}' is not supported"):
+            convert_gguf(tmp_path / "b.gguf", tmp_path / "out")
     with pytest.raises(ValueError, match="there is no such file"):
         convert_gguf(tmp_path / "none.gguf", tmp_path / "out")
     monkeypatch.setitem(sys.modules, "gguf", None)
