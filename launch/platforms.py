@@ -15,8 +15,8 @@ from inference.config import EngineConfig
 from inference.memory import amount, plan, token_bytes
 from launch.cli import read_config
 from models.config import ModelConfig, MoEConfig
-from models.config import read_config as read_model
 from models.hf import resolve
+from models.hf_config import read_config as read_model
 from rl.build import build, pick
 from rl.config import RunConfig
 from sharding.rules import Rules
