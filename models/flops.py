@@ -25,7 +25,12 @@ def forward_flops(model: ModelConfig, tokens: int, keys: int, logits: int) -> fl
         keys: that these tokens see, in sum.
         logits: tokens whose logits are computed.
     """
-    layers = sum(w.size for name, w in describe(model).items() if name.startswith("blocks.") and len(w.shape) > 2)
+    used = model.moe.experts_per_token / model.moe.num_experts if model.moe else 1
+    layers = sum(
+        w.size * (used if "experts" in w.dims else 1)
+        for name, w in describe(model).items()
+        if name.startswith("blocks.") and len(w.shape) > 2
+    )
     # of one query and one key: a score, and a value's part in the sum
     attention = 2 * model.num_layers * model.num_heads * model.head_dim
     return 2.0 * (layers * tokens + attention * keys + model.model_dim * model.vocab_size * logits)

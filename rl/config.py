@@ -14,6 +14,7 @@ from rl.credit import AdvantageConfig
 from rl.datasets import TooLong
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
+from rl.routes import RouterConfig
 from sharding.rules import Axes
 
 DATA_LOSSES = ("sft", "dpo")
@@ -97,7 +98,7 @@ class EngineSection(EngineConfig, Placement):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerSection(OptimizerConfig, Placement):
+class TrainerSection(OptimizerConfig, RouterConfig, Placement):
     tokens_per_row: int
     rows: int = 1
     """rows of a micro-batch"""
