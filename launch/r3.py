@@ -34,6 +34,7 @@ from inference.types import Completion, Request, SamplingParams
 from launch.cli import read_config
 from launch.plot import line_plot
 from launch.quiet import Others, warn
+from models.attention import ForestContext
 from models.config import ModelConfig, MoEConfig
 from models.routes import not_recorded, recorded
 from models.transformer import describe
@@ -167,7 +168,6 @@ def compare(masters: Mapping[str, jax.Array], samples: Sequence[Sample], dtype: 
     programs, totals, temperature = trainer.programs, Totals.of(samples), trainer.programs.put(np.float32(1))
     sums: dict[str, list[Any]] = {"off": [], "on": []}
     other: dict[str, list[np.ndarray]] = {"off": [], "on": []}
-    gaps = []
     for micro in trainer.plan(samples).micro_batches:
         batch = loss_batch(samples, micro.order, totals, layout, 0, ())
         replayed = micro.forest.routes
@@ -179,15 +179,81 @@ def compare(masters: Mapping[str, jax.Array], samples: Sequence[Sample], dtype: 
             sums[mode].append(jax.device_get(mismatch(reading.out, batch)))
             used, known = np.asarray(reading.routed.rows), recorded_rows(replayed.rows)
             other[mode].append((np.sort(used, axis=-1) != np.sort(replayed.rows, axis=-1)).any(axis=-1)[known])
-        gaps.append(0)
     means = {mode: finish(add_up(parts)) for mode, parts in sums.items()}
     wrong = {mode: np.concatenate(parts) for mode, parts in other.items()}
-    return {
+    result = {"gap_histogram": gap_histogram(trainer, samples)} if dtype == jnp.float32 else {}
+    return result | {
         "expert_mismatch_off": float(wrong["off"].mean()),
         "token_mismatch_off": float(wrong["off"].any(axis=1).mean()),
         "expert_mismatch_on": float(wrong["on"].mean()),
         **{f"{ours}_{mode}": means[mode][name] for ours, name in (("k3", "k3"), ("f2", "f_2")) for mode in ("off", "on")},
     }
+
+
+def gap_histogram(trainer: Trainer, samples: Sequence[Sample]) -> dict[str, float]:
+    """Share of choices whose gap is below so many bfloat16 eps of the logits' scale."""
+
+    def gaps(params: Any, forest: Any) -> jax.Array:
+        context = ForestContext(forest.blocks, trainer.definition.dtype)
+        _, routing = trainer.definition.bind(params).forward(forest.tokens, forest.positions, context)
+        assert routing is not None
+        return routing.gap
+
+    [micro, *_] = trainer.plan(samples).micro_batches
+    used = np.asarray(micro.forest.routes.weight) > 0
+    gap = np.asarray(jax.jit(gaps)(trainer.state.masters, micro.forest))[:, used] / (EPS * ROUTER_SCALE)
+    return {f"<{bound:g}": float((gap < bound).mean()) for bound in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)}
+
+
+def overhead(with_capture: Engine, without: Engine, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Tokens per second with capture over without; both engines are warm, and nothing is cached at the start of a round."""
+    ratios, speeds = [], []
+
+    def speed(engine: Engine) -> float:
+        engine.forget()
+        started = time.perf_counter()
+        tokens = sum(len(completion.ids) for completion in engine.run(requests_of(sizes)))
+        return tokens / (time.perf_counter() - started)
+
+    with Others() as others:
+        for number in range(sizes["rounds"]):
+            order = (with_capture, without) if number % 2 else (without, with_capture)
+            both = {id(engine): speed(engine) for engine in order}
+            ratios.append(both[id(with_capture)] / both[id(without)])
+            speeds.append(both[id(with_capture)])
+    warn(others.cpus, "while capture was timed")
+    return {
+        "tokens_per_s": median(speeds),
+        "capture_overhead": median(ratios),
+        "capture_overhead_rounds": [min(ratios), max(ratios)],
+        "other_cpus": others.cpus,
+    }
+
+
+def plot(file: Path, steps: int) -> dict[str, Any]:
+    """Trains twice and writes the plot; returns the mean k3 of each run, and its rewards at both ends."""
+    lines, result = {}, {}
+    for name, replay in (("without replay", "off"), ("R3", "R3")):
+        overrides = [
+            f"--config.steps={steps}",
+            f"--config.trainer.router_replay={replay}",
+            "--config.model.dtype=float32",
+            "--config.engine.dtype=bfloat16",
+        ]
+        run = make_run(build(RunConfig, read_config("configs/tiny_moe.py", overrides)))
+        run.warm_up()
+        with tempfile.TemporaryDirectory() as folder:
+            records = Records(Path(folder), 0)
+            metrics = []
+            for step in range(1, steps + 1):
+                metrics.append(reinforcement_step(run, step, records, lambda rollout: None))
+                run.publish()
+            records.close()
+        lines[name] = [line["k3"] for line in metrics]
+        ends = [line["reward"] for line in metrics]
+        result[replay] = {"k3": float(np.mean(lines[name])), "reward_first": ends[0], "reward_last": float(np.mean(ends[-5:]))}
+    file.write_text(line_plot("bfloat16 sampler, float32 trainer", "step", "k3 of KL(sampler || trainer)", lines))
+    return result | {"file": str(file)}
 
 
 def recorded_rows(rows: np.ndarray) -> np.ndarray:
