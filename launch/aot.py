@@ -96,8 +96,8 @@ def engine(config: RunConfig, tensor: int, devices: list[Any]) -> dict[str, Any]
 
 def train(config: RunConfig, devices: list[Any]) -> dict[str, Any]:
     """The step that `trainer` describes. `product_flops` are of its weight products, in all layers: attention, whose loops are
-    as long as the rows of the day, is not in them. `model_flops` are 6 x parameters that a token passes x tokens (Kaplan et al.,
-    2001.08361)."""
+    as long as the rows of the day, is not in them. `model_flops` are 6 x parameters that a token passes x tokens (Kaplan
+    et al., 2001.08361)."""
     section, layout = config.trainer, layout_of(config)
     model = model_shape(config.model.source, config.model.shape)
     objective = section.objective()
