@@ -1,7 +1,10 @@
 """The prefix tree: pages of tokens whose keys and values are in the pool.
 
-A root per (weight version, adapter): cached state has no other identity, so an update never flushes anything. Pages of
-another version are simply never found, and are the first to go when room is needed.
+A root per (weight version, adapter): an update never flushes anything. Pages of another version are simply never found, and are
+the first to go when room is needed.
+
+A token stands in the tree as its id, or, where its routing was given (replayed) and not the router's own, as a number for both.
+So an id alone means "routed freely after what stands above", which has one outcome; and no path holds pages that differ.
 
 Full pages are shared. The last page of a path may be filled in part, or a path may part from another inside a page: such a
 page is found too, as a tail to be copied.
@@ -10,7 +13,7 @@ page is found too, as a tail to be copied.
 import bisect
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from inference.pages import PagePool
@@ -73,6 +76,16 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
+class Replayed:
+    """What else there is to know of a sequence whose routing is given."""
+
+    ids: Sequence[int]
+    """its tokens' ids alone"""
+    alike: Callable[[int, int, int], int]
+    """(page, first, n): how many of the sequence's n tokens from the `first` on are known to be routed on the page as it says"""
+
+
+@dataclass(frozen=True)
 class Match:
     """What is cached of a sequence."""
 
@@ -93,13 +106,14 @@ class PrefixTree:
         self._clock = itertools.count(1)
         self.num_pages = 0
 
-    def match(self, version: int, adapter: str, ids: Sequence[int]) -> Match:
-        """The longest cached prefix of `ids`."""
+    def match(self, version: int, adapter: str, ids: Sequence[int], replayed: Replayed | None = None) -> Match:
+        """The longest cached prefix of `ids`. Tokens that were routed freely, but exactly as replayed, serve as well."""
         node, pages, stamp = self._roots.get((version, adapter)), [], next(self._clock)
         while node is not None:
             at = len(pages) * self.page_size
             tokens = tuple(ids[at : at + self.page_size])
-            node, alike = node.nearest(tokens)
+            freely = self._freely(node, at, len(tokens), replayed)
+            node, alike = max(node.nearest(tokens), freely, key=lambda found: found[1])
             if node is None or alike < min(SHORTEST_TAIL, self.page_size):
                 break
             node.stamp = stamp
@@ -109,12 +123,25 @@ class PrefixTree:
             pages.append(node.page)
         return Match(pages)
 
-    def insert(self, version: int, adapter: str, ids: Sequence[int], pages: Sequence[int]) -> None:
+    def _freely(self, node: _Node, at: int, n: int, replayed: Replayed | None) -> tuple[_Node | None, int]:
+        """`node.nearest`, among tokens that were routed freely."""
+        if replayed is None:
+            return None, 0
+        child, alike = node.nearest(tuple(replayed.ids[at : at + n]))
+        return child, replayed.alike(child.page, at, alike) if child else 0
+
+    def insert(
+        self, version: int, adapter: str, ids: Sequence[int], pages: Sequence[int], replayed: Replayed | None = None
+    ) -> None:
         """Remembers `ids`, which stand in `pages`. What is known already stays where it is known to be."""
         node, stamp = self._roots.setdefault((version, adapter), _Node((), 0, None)), next(self._clock)
         for at, page in zip(range(0, len(ids), self.page_size), pages, strict=False):
             tokens = tuple(ids[at : at + self.page_size])
-            node = node.holding(tokens) or self._add(node, tokens, page)
+            found = node.holding(tokens)
+            if found is None and replayed is not None:  # a page that `match` found by its rows
+                free = node.children.get(tuple(replayed.ids[at : at + len(tokens)]))
+                found = free if free is not None and free.page == page else None
+            node = found or self._add(node, tokens, page)
             node.stamp = stamp
 
     def _add(self, parent: _Node, tokens: tuple[int, ...], page: int) -> _Node:

@@ -28,6 +28,7 @@ from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.renderers import RENDERERS, Renderer
 from rl.rollout import Rollout, run_episodes
+from rl.routes import RouterConfig
 from rl.trainer import Trainer
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
@@ -214,6 +215,7 @@ def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None, *, 
         remat=section.remat,
         mesh=mesh,
         rules=rules,
+        router=pick(RouterConfig, section),
     )
     if not critic and ("reference_logp" in objective.needs or config.advantages.kl_coef):
         trainer.freeze_reference()
@@ -223,7 +225,7 @@ def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None, *, 
 def make_engine(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engine:
     """An engine with the trainer's published weights."""
     mesh, rules = _mesh(config.engine, "engine")
-    dtype = jnp.dtype(config.model.dtype)
+    dtype = jnp.dtype(config.engine.dtype or config.model.dtype)
     weights = describe(model, stacked=False)
     return Engine(
         model,

@@ -15,7 +15,8 @@ from models.config import ModelConfig
 from models.hf import load_hf, save_hf
 from models.hf_config import read_config
 from models.transformer import REMAT, Definition, describe
-from rl.forest import Branch, Layout, pack
+from rl.branches import Branch
+from rl.forest import Layout, pack
 
 GOLDEN = Path(__file__).parent / "golden"
 REAL = Path(__file__).parents[1] / "runs/models/smollm2-135m-instruct"
