@@ -69,7 +69,7 @@ def forward(definition: Definition, shards: Shards = ALONE, outer: Shards = ALON
         return model.logits(hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:-1], -1), routing.ids
 
     tokens = shards.spec("B", "T")
-    places = shards.weight_specs(definition.weights), forest_specs(shards)
+    places = shards.weight_specs(definition.weights), forest_specs(shards, None)
     return jax.jit(shards.run(here, places, (tokens, PartitionSpec(None, *tokens))))
 
 
