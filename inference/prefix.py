@@ -82,7 +82,7 @@ class Replayed:
     ids: Sequence[int]
     """its tokens' ids alone"""
     alike: Callable[[int, int, int], int]
-    """(page, first, n): how many of the sequence's n tokens from the `first` on are known to be routed on the page as it says"""
+    """(page, first, n): how many of its n tokens from the `first` on are known to be routed on the page as they are given"""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Legend: P pages, T tokens, S rows (sequences of a step), L layers, k experts per token.
 
 The store is the page pool as of the last step that was read. What a step does to pages (copies, then rows of its own) is done
-here when it is read, in the order of dispatch; so a page has rows exactly where it has keys, and a prefix hit brings them along.
+here when it is read, in the order of dispatch; so a page has rows where it has keys, and a prefix hit brings them along.
 
 Keys and values depend on how all tokens before them were routed. A sequence that is computed with rows which the loaded weights
 would not choose is therefore known by its tokens *and* those rows (`marks`), so that nobody else finds what it computes.
