@@ -21,7 +21,7 @@ from inference.runner import Runner
 from inference.scheduler import Scheduler
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from models.config import ModelConfig, MoEConfig
-from models.routes import not_recorded, recorded
+from models.routes import recorded
 from models.transformer import Definition
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
@@ -47,7 +47,7 @@ CONFIG = EngineConfig(
     num_pages=96,
     page_size=16,
     tokens_per_step=64,
-    token_buckets=(16, 64),
+    token_buckets=(64,),
 )
 RULES = Rules()
 MESH = make_mesh({"data": 1}, jax.devices()[:1])
@@ -335,3 +335,236 @@ def test_completions_are_a_cold_runs(limits: dict[str, Any], talks: list[dict[st
     done = run_talks(limits, talks, random_params, most=4)
     for c in done.completions:
         assert_cold(c, done.asked[c.request_id], done.submitted[c.request_id], done.engine.version)
+
+
+# ---- What is found in the cache
+
+
+def test_a_prefix_hit_brings_its_rows_and_only_new_ones_return() -> None:
+    """C22, C23: a turn of 600 cached tokens and 10 new ones."""
+    engine = make_engine(known_params)
+    [first] = engine.run([request("first", prompt(0, 560), 40)])
+    assert len(rows_of(first)) == 599
+    second = request("second", (*all_ids(first), *prompt(1, 10)), 5, rows_of(first))
+    [c] = engine.run([second])
+    assert c.routing_start == 599 and len(rows_of(c)) == 610 + 5 - 1 - 599
+    assert c.cached_tokens >= 592 and c.prefilled_tokens <= 18
+    assert_known(c, 0)
+    [again] = engine.run([dataclasses.replace(second, id="again", routing=None)])
+    assert again.routing_start == 0 and again.cached_tokens == 608, "the second turn's rows were found to be the version's own"
+    assert rows_of(again).tobytes() == np.concatenate([rows_of(first), rows_of(c)]).tobytes()
+    assert c.routing is not None and c.routing.nbytes == 15 * L * K, "a byte for each layer and expert of a token"
+
+
+def test_a_prefix_that_is_still_on_its_way_brings_its_rows() -> None:
+    """The group is admitted while the step that computes its prompt was not read."""
+    engine = make_engine(known_params)
+    for n in range(6):
+        engine.submit(request(str(n), prompt(0, 61), 6, seed=n))
+    done = drain(engine)
+    assert sum(c.prefilled_tokens for c in done.values()) < 2 * 61
+    for c in done.values():
+        assert_known(c, 0)
+
+
+@pytest.mark.parametrize("mode", ["retract", "keep"])
+def test_replayed_pages_are_found_by_those_who_replay_the_same(mode: str) -> None:
+    """A group is computed again at version 1 with the rows of version 0: once for all, and for nobody else. `keep`: rows that
+    version 1 made after keys of version 0 are not its own either."""
+    engine = make_engine()
+    group = [request(str(n), prompt(0, 61), 40, seed=n) for n in range(3)]
+    for r in group:
+        engine.submit(r)
+    sample_some(engine, 12)
+    update(engine, random_params, mode)
+    if mode == "keep":
+        sample_some(engine, 12)
+        engine.pause("retract")
+        engine.resume()
+    computed = engine.stats.computed_tokens
+    [fresh] = engine.run([request("fresh", prompt(0, 61), 8)])
+    done = {c.request_id: c for c in engine._done} | drain(engine)
+    assert engine.stats.computed_tokens - computed < 3 * 61 + 3 * 40, "the group's prompt is computed once"
+    assert_cold(fresh, request("fresh", prompt(0, 61), 8), 1, 1)
+    [hit] = engine.run([request("hit", prompt(0, 61), 8)])
+    assert hit.cached_tokens >= 60 and hit.ids.tolist() == fresh.ids.tolist()
+    for r in group if mode == "retract" else ():
+        assert_cold(done[r.id], r, 0, 1)
+
+
+def test_a_kept_sequence_that_is_preempted_goes_on_with_its_rows() -> None:
+    engine = make_engine(decode_steps=1)
+    asked = request("kept", prompt(0, 40), 30, seed=1)
+    engine.submit(asked)
+    sample_some(engine, 5)
+    update(engine, random_params, "keep")
+    sample_some(engine, 5)
+    engine.pause("retract")
+    [sequence] = engine.scheduler.waiting
+    n = len(sequence.ids)
+    engine.resume()
+    c = drain(engine)["kept"]
+    rest = request("cold", all_ids(c)[:n], 40 + 30 - n, rows_of(c)[: n - 1], seed=1)
+    again = cold(1, rest)
+    assert again.ids.tobytes() == c.ids[n - 40 :].tobytes() and rows_of(again).tobytes() == rows_of(c)[n - 1 :].tobytes()
+    assert again.logprobs.tobytes() == c.logprobs[n - 40 :].tobytes()
+    [fresh] = engine.run([request("fresh", prompt(0, 40), 8)])
+    assert_cold(fresh, request("fresh", prompt(0, 40), 8), 1, 1)
+
+
+def test_turns_after_an_update_find_one_another() -> None:
+    """Turn 1 at version 0, the others at version 1: what one routed freely, the next replays, and finds."""
+    engine = make_engine()
+    [c] = engine.run([request("1", prompt(0, 60), 20)])
+    update(engine, random_params)
+    rows, computed = rows_of(c), 0
+    for turn in range(2, 5):
+        asked = request(str(turn), (*all_ids(c), *prompt(turn, 21)), 20, rows)
+        computed = len(all_ids(c)) - 1
+        [c] = engine.run([asked])
+        assert_cold(c, asked, 1, 1)
+        assert c.cached_tokens >= (computed - 3 if turn > 2 else 0)
+        rows = np.concatenate([rows, rows_of(c)])
+    assert not engine.scheduler.running
+    assert engine.scheduler.tree.evict(1000, 1) + engine.scheduler.pool.num_free >= CONFIG.num_pages - 1
+
+
+def other_rows(seed: int, n: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.argsort(rng.random((n, L, E)), axis=-1)[..., :K].astype(np.uint8)
+
+
+def test_equal_tokens_with_other_rows_are_other_pages() -> None:
+    """Requests of one prompt with different rows, whole, in part, and none: each as from nothing, and found again."""
+    engine, ids = make_engine(), prompt(0, 90)
+    partly = other_rows(2, 89)
+    partly[3::7] = 255
+    partly[5::9, 2] = 255
+    kinds = [None, other_rows(1, 89), partly, other_rows(1, 89)[:50], np.concatenate([other_rows(1, 40), other_rows(3, 49)])]
+    for turn in range(2):
+        for n, rows in enumerate(kinds):
+            asked = request(f"{turn}.{n}", ids, 8, rows)
+            engine.submit(asked)
+        for name, c in drain(engine).items():
+            asked = request(name, ids, 8, kinds[int(name[-1])])
+            want = cold(0, asked)
+            assert c.ids.tobytes() == want.ids.tobytes() and c.logprobs.tobytes() == want.logprobs.tobytes(), name
+            assert rows_of(c).tobytes() == rows_of(want).tobytes()
+            assert turn == 0 or c.cached_tokens >= 80, name
+
+
+def test_calls_that_only_read_leave_nothing_behind() -> None:
+    """C22: a request for prompt log-probs, one that is cancelled before it runs, one while it runs."""
+    engine = make_engine(known_params, decode_steps=2)
+    [read] = engine.run([request("read", prompt(0, 70), 1, prompt_logprobs=True)])
+    assert_known(read, 0)
+    assert len(rows_of(read)) == 70
+    engine.submit(request("never", prompt(2, 30)))
+    never = engine.cancel("never")
+    assert len(rows_of(never)) == 29 and not recorded(rows_of(never)).any()
+    engine.submit(request("cut", prompt(1, 50), 40))
+    sample_some(engine, 3)
+    cut = engine.cancel("cut")
+    assert_known(cut, 0)
+    assert len(cut.ids) >= 3
+    for c in engine.run([request("next", prompt(3, 40)), request("same", prompt(0, 70)), request("after", all_ids(cut))]):
+        assert_known(c, 0)
+
+
+def test_a_failed_step_loses_no_row_that_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(known_params, decode_steps=1)
+    engine.submit(request("one", prompt(0, 100), 20))
+    sample_some(engine, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    c = drain(engine)["one"]
+    assert len(c.ids) == 20
+    assert_known(c, 0)
+
+
+# ---- Refusals
+
+
+def changed(rows: np.ndarray, value: int) -> np.ndarray:
+    rows = rows.copy()
+    rows[2, 1, 0] = value
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (other_rows(0, 10), "routing: 10 rows are more than the 9 tokens"),
+        (changed(other_rows(0, 9), E), f"routing: row 2, layer 1 has expert {E}, but the model has {E}"),
+        (changed(other_rows(0, 9), int(other_rows(0, 9)[2, 1, 1])), "routing: row 2, layer 1 has an expert twice"),
+        (other_rows(0, 9)[:, :2], "routing: rows are uint8 .*another model"),
+        (other_rows(0, 9)[..., :2], "routing: rows are uint8 .*another model"),
+        (other_rows(0, 9).astype(np.uint16), "routing: rows are uint16 .*another model"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(rows: np.ndarray, message: str) -> None:
+    engine = make_engine()
+    with pytest.raises(ValueError, match=message):
+        engine.submit(request("bad", prompt(0, 10), 4, rows))
+    assert engine.num_in_flight == 0
+
+
+def test_an_engine_that_records_nothing() -> None:
+    """Its programs have no row in them, and completions none."""
+    config = dataclasses.replace(CONFIG, capture_routing=False, max_context=128, context_buckets=(), token_buckets=(64,))
+    engine = Engine(MODEL, config, random_params(0), version=0, dtype=jnp.bfloat16, mesh=MESH, rules=RULES)
+    with pytest.raises(ValueError, match=r"^routing: this engine does not record it; set engine\.capture_routing"):
+        engine.submit(request("bad", prompt(0, 10), 4, other_rows(0, 9)))
+    batch = engine.shapes.extend(64)
+    out, _ = jax.eval_shape(engine.runner.extend, engine.params, engine.runner.state, batch)
+    assert batch.replay is None and out[0].ndim == 2 and engine.routes is None
+
+
+# ---- Several devices
+
+
+SMALL = dataclasses.replace(MODEL, model_dim=32, num_layers=2, vocab_size=64, head_dim=8)
+TENSOR = Rules({"heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "expert_ffn": "tensor", "vocab": "tensor"})
+MESHES = {
+    "one": ({"data": 1}, RULES),
+    "expert=3": ({"expert": 3}, Rules({"experts": "expert"})),
+    "tensor=2": ({"tensor": 2}, TENSOR),
+}
+
+
+def test_experts_on_several_devices_are_those_of_one(report: Callable[[str], None]) -> None:
+    """float32, 1e-5. J12, J19: the weights come, twice, from a trainer at expert=2, which does not divide the experts."""
+    moe = MoEConfig(num_experts=15, experts_per_token=K, ffn_dim=32, shared_ffn_dim=16)
+    model = dataclasses.replace(SMALL, moe=moe)
+    config = EngineConfig(max_context=128, max_slots=8, num_pages=17, page_size=16, tokens_per_step=64, token_buckets=(64,))
+    source, target = (Definition(model, jnp.float32, stacked=stacked).weights for stacked in (True, False))
+    trained = Rules({"experts": "expert"}).shardings(make_mesh({"expert": 2}, jax.devices()[:2]), source)
+    given = np.argsort(np.random.default_rng(0).random((19, 2, 15)), axis=-1)[..., :K].astype(np.uint8)
+    asked = [request(str(n), np.arange(20 + n) * (3 + n) % 64, 8, temperature=0) for n in range(3)]
+    asked += [request("given", range(20), 8, given, temperature=0)]
+    results = {}
+    for name, (axes, rules) in MESHES.items():
+        mesh = make_mesh(axes, jax.devices()[: np.prod(list(axes.values()))])
+
+        def weights(seed: int, mesh: Any = mesh, rules: Rules = rules) -> Any:
+            masters = init(source, jax.random.key(seed), jnp.float32, trained)
+            return reshard(masters, source, target, rules.shardings(mesh, target), jnp.float32)
+
+        engine = Engine(model, config, weights(0), version=0, dtype=jnp.float32, mesh=mesh, rules=rules)
+        engine.runner.compile()
+        results[name] = engine.run(asked)
+        engine.pause()
+        engine.load(weights(1), 1)
+        engine.resume()
+        results[name] += engine.run(asked)
+    assert rows_of(results["one"][0]).tobytes() != rows_of(results["one"][4]).tobytes()
+    for name in ("expert=3", "tensor=2"):
+        gaps = []
+        for a, b in zip(results[name], results["one"], strict=True):
+            assert a.ids.tolist() == b.ids.tolist()
+            assert rows_of(a).tolist() == rows_of(b).tolist()
+            gaps.append(abs(a.logprobs_full - b.logprobs_full).max())
+        report(f"engine, experts at {name} against one device: {max(gaps):g}")
+        assert max(gaps) < 1e-5
