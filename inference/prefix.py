@@ -81,8 +81,8 @@ class Replayed:
 
     ids: Sequence[int]
     """its tokens' ids alone"""
-    alike: Callable[[int, int, int], int]
-    """(page, first, n): how many of the sequence's n tokens from the `first` on are known to be routed on the page as it says"""
+    alike: Callable[[int, int, range], int]
+    """(page, at, offsets): up to which offset the page, which begins with token `at`, is known to be routed as is given"""
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class Match:
     """tokens after them that stand at the beginning of `tail_page`; 0 for none"""
     tail_page: int = 0
     """not held: to be copied before anything else happens to the pool"""
+    keys: list[int] = field(default_factory=list)
+    """what the tokens of a replayed sequence stand in the tree as"""
 
 
 class PrefixTree:
@@ -108,40 +110,43 @@ class PrefixTree:
 
     def match(self, version: int, adapter: str, ids: Sequence[int], replayed: Replayed | None = None) -> Match:
         """The longest cached prefix of `ids`. Tokens that were routed freely, but exactly as replayed, serve as well."""
-        node, pages, stamp = self._roots.get((version, adapter)), [], next(self._clock)
+        node, pages, keys, stamp = self._roots.get((version, adapter)), [], [], next(self._clock)
         while node is not None:
             at = len(pages) * self.page_size
             tokens = tuple(ids[at : at + self.page_size])
-            freely = self._freely(node, at, len(tokens), replayed)
-            node, alike = max(node.nearest(tokens), freely, key=lambda found: found[1])
+            node, alike = node.nearest(tokens) if replayed is None else self._nearest(node, at, tokens, replayed)
             if node is None or alike < min(SHORTEST_TAIL, self.page_size):
                 break
             node.stamp = stamp
+            if replayed is not None:
+                keys.extend(node.tokens[:alike])
             if alike < self.page_size:
-                return Match(pages, alike, node.page)
+                return Match(pages, alike, node.page, keys)
             self.pool.hold(node.page)
             pages.append(node.page)
-        return Match(pages)
+        return Match(pages, keys=keys)
 
-    def _freely(self, node: _Node, at: int, n: int, replayed: Replayed | None) -> tuple[_Node | None, int]:
-        """`node.nearest`, among tokens that were routed freely."""
-        if replayed is None:
-            return None, 0
-        child, alike = node.nearest(tuple(replayed.ids[at : at + n]))
-        return child, replayed.alike(child.page, at, alike) if child else 0
+    def _nearest(self, node: _Node, at: int, tokens: tuple[int, ...], replayed: Replayed) -> tuple[_Node | None, int]:
+        """`node.nearest`, where tokens may also stand alone, or some of them: what one request was given, another chose."""
+        free = tuple(replayed.ids[at : at + len(tokens)])
+        best: tuple[_Node | None, int] = None, 0
+        for kinds in ((free, tokens, free), (tokens, free, tokens)):
+            path, alike = (), 0
+            for kind in kinds:
+                child, n = node.nearest((*path, *kind[alike:]))
+                if child is not None and kind is free:
+                    n = replayed.alike(child.page, at, range(alike, n))
+                if n > alike:
+                    path, alike = child.tokens[:n], n
+                    best = max(best, (child, n), key=lambda found: found[1])
+        return best
 
-    def insert(
-        self, version: int, adapter: str, ids: Sequence[int], pages: Sequence[int], replayed: Replayed | None = None
-    ) -> None:
+    def insert(self, version: int, adapter: str, ids: Sequence[int], pages: Sequence[int]) -> None:
         """Remembers `ids`, which stand in `pages`. What is known already stays where it is known to be."""
         node, stamp = self._roots.setdefault((version, adapter), _Node((), 0, None)), next(self._clock)
         for at, page in zip(range(0, len(ids), self.page_size), pages, strict=False):
             tokens = tuple(ids[at : at + self.page_size])
-            found = node.holding(tokens)
-            if found is None and replayed is not None:  # a page that `match` found by its rows
-                free = node.children.get(tuple(replayed.ids[at : at + len(tokens)]))
-                found = free if free is not None and free.page == page else None
-            node = found or self._add(node, tokens, page)
+            node = node.holding(tokens) or self._add(node, tokens, page)
             node.stamp = stamp
 
     def _add(self, parent: _Node, tokens: tuple[int, ...], page: int) -> _Node:

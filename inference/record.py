@@ -90,8 +90,8 @@ def tokens_of(sequence: Sequence, first: int) -> Tokens:
 
 
 def routing_of(sequence: Sequence, model: ModelConfig) -> np.ndarray:
-    """What the request did not give: a row of each token but the last. Those that a cancelled request was never computed for say
-    "not recorded"."""
+    """What the request did not give: a row of each token but the last. Those of tokens that a cancel left uncomputed say "not
+    recorded"."""
     rows = not_recorded(len(sequence.ids) - 1, model)
     if sequence.known is not None:
         rows[: len(sequence.known)] = sequence.known

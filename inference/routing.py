@@ -3,7 +3,7 @@
 Legend: P pages, T tokens, S rows (sequences of a step), L layers, k experts per token.
 
 The store is the page pool as of the last step that was read. What a step does to pages (copies, then rows of its own) is done
-here when it is read, in the order of dispatch; so a page has rows exactly where it has keys, and a prefix hit brings them along.
+here when it is read, in the order of dispatch; so a page has rows where it has keys, and a prefix hit brings them along.
 
 Keys and values depend on how all tokens before them were routed. A sequence that is computed with rows which the loaded weights
 would not choose is therefore known by its tokens *and* those rows (`marks`), so that nobody else finds what it computes.
@@ -66,13 +66,14 @@ class Routes:
         pages = pages[: -(-n // self.rows.shape[1])]
         return self.rows[pages].reshape(-1, *self.rows.shape[2:])[:n]
 
-    def alike(self, known: np.ndarray, page: int, first: int, n: int) -> int:
-        """How many of n tokens from the `first` on (which the page begins with) were routed on the page as `known` has it.
-        Rows that were not read yet do not count; one that is not known agrees with any."""
-        n = min([n, *(places.first(page, n) for places in self._coming)])
-        mine = known[first : first + n]
-        same = ((self.rows[page, : len(mine)] == mine).all(axis=2) | ~recorded(mine)).all(axis=1)
-        return n if same.all() else int(same.argmin())
+    def alike(self, known: np.ndarray, page: int, at: int, offsets: range) -> int:
+        """Up to which of these offsets a page, which begins with token `at`, was routed as `known` has it. Rows that were not
+        read yet do not count; one that is not known agrees with any."""
+        start, stop = offsets.start, offsets.stop
+        stop = min([stop, *(places.first(page, stop) for places in self._coming)])
+        mine = known[at + start : at + max(stop, start)]
+        same = ((self.rows[page, start : start + len(mine)] == mine).all(axis=2) | ~recorded(mine)).all(axis=1)
+        return stop if same.all() else start + int(same.argmin())
 
 
 def marks(ids: Sequence[int], known: np.ndarray) -> list[int]:

@@ -135,7 +135,7 @@ class Runner:
     # ---- the programs: pure functions
 
     def extend(self, params: Mapping[str, jax.Array], state: State, batch: Extend) -> tuple[tuple[jax.Array, ...], State]:
-        """Compiled per T. Returns what was sampled, packed `[..., S]` (and the tokens' routing, `_joined`), and the log-probs of the
+        """Compiled per T. Returns what was sampled, packed `[..., S]` (and the routing, `_joined`), and the log-probs of the
         prompt `[T]`, `[T, top]`."""
         model = self.definition.bind(params, outer=self._outer)
         newest = jnp.take(state.last, batch.slot)

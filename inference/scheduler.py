@@ -56,23 +56,19 @@ class Sequence:
     """rows that came with the request"""
     routed: int = 0
     """tokens of whom the store has a row that was read"""
-    replays: bool = False
-    """`known` is not what the loaded weights would choose by themselves"""
     origin: int | None = None
     """version that made all of `known` by itself; None if there are several, or it came with the request"""
     marks: list[int] | None = None
-    """`known` as keys"""
+    """its first tokens with `known`, as keys of the prefix tree"""
+    path: list[int] = field(default_factory=list)
+    """what its first tokens are known by; the others, and all where this is empty, by their ids"""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
     @property
     def keys(self) -> list[int]:
-        """What its cached state is known by: ids, and routing that is replayed."""
-        if not self.replays or self.known is None:
-            return self.ids
-        if self.marks is None:
-            self.marks = marks(self.ids, self.known)
-        return [*self.marks, *self.ids[len(self.marks) :]]
+        """What its cached state is known by."""
+        return [*self.path, *self.ids[len(self.path) :]] if self.path else self.ids
 
     @property
     def uncomputed(self) -> int:
@@ -197,8 +193,7 @@ class Scheduler:
         held: list[Sequence] = []
         while self.waiting and self._slots and len(held) < self.max_slots:
             sequence = self.waiting.pop(0)
-            has_rows = sequence.known is not None and len(sequence.known) > 0
-            sequence.replays = has_rows and sequence.origin != self.version
+            self._set_path(sequence)
             if self._still_waits(sequence):
                 held.append(sequence)
                 continue
@@ -222,9 +217,18 @@ class Scheduler:
         return sequence.request.adapter, tuple(sequence.keys[: min(SHORTEST_TAIL, self.page_size)])
 
     def _replayed(self, sequence: Sequence) -> Replayed | None:
-        if self.routes is None or sequence.known is None or not sequence.replays:
+        if self.routes is None or not sequence.path:
             return None
         return Replayed(sequence.ids, partial(self.routes.alike, sequence.known))
+
+    def _set_path(self, sequence: Sequence) -> None:
+        """By its ids alone, if its routing is what the loaded weights chose, or will choose."""
+        if sequence.known is None or sequence.origin == self.version:
+            sequence.path = []
+            return
+        if sequence.marks is None:
+            sequence.marks = marks(sequence.ids, sequence.known)
+        sequence.path = sequence.marks
 
     def _note_prefill(self, prefills: dict[tuple[str, tuple[int, ...]], list[Sequence]], sequence: Sequence) -> None:
         if sequence.uncomputed > 1 and not sequence.private:
@@ -262,7 +266,10 @@ class Scheduler:
             self._copies.append((match.tail_page, sequence.pages[len(match.pages)]))
         if sequence.cached is None:
             sequence.cached = min(sequence.computed, len(sequence.request.prompt_ids))
-        if sequence.known is None or len(sequence.known) == 0:
+        path = [*match.keys, *sequence.path[len(match.keys) :]]
+        own = path == sequence.ids[: len(path)]  # so it is, too, what these weights chose: their pages were found
+        sequence.path = [] if own else path
+        if own:
             sequence.origin = self.version
         sequence.slot = self._slots.pop()
         self.running.append(sequence)
@@ -395,7 +402,7 @@ class Scheduler:
         # Of a fresh one nothing was computed, and a page that was to be copied for it is empty.
         if not sequence.private and sequence not in self._fresh:
             keys = sequence.keys[: sequence.computed]
-            self.tree.insert(self.version, sequence.request.adapter, keys, sequence.pages, self._replayed(sequence))
+            self.tree.insert(self.version, sequence.request.adapter, keys, sequence.pages)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Takes a sequence out; its pages stay cached until the room is needed."""

@@ -30,6 +30,11 @@ def not_recorded(n: int, model: ModelConfig) -> np.ndarray:
     return np.full((n, *row_shape(model)), np.iinfo(dtype).max, dtype)
 
 
+def blank(n: int, like: np.ndarray) -> np.ndarray:
+    """n rows of the same model that say so."""
+    return np.full((n, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+
+
 def recorded(rows: np.ndarray) -> np.ndarray:
     """bool [n, L]: where rows say something."""
     return (rows != np.iinfo(rows.dtype).max).any(axis=-1)
