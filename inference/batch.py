@@ -12,11 +12,14 @@ import jax
 import numpy as np
 
 from inference.config import MIN_ROWS, EngineConfig
+from inference.routing import Places
 from inference.sampler import Warp, empty_warp, warp_row
 from inference.scheduler import Sequence
 from inference.types import MAX_STOP_IDS
 from models.attention import KEY_BLOCK, SCORES_PER_CHUNK, Array, Ragged
+from models.config import ModelConfig
 from models.gather import PagedBlocks, Reads
+from models.routes import not_recorded
 
 QUERY_BLOCK = 16
 BLOCKS_PER_CHUNK = 32
@@ -48,10 +51,16 @@ class Extend:
     """bool [T]"""
     prompt_top: Array
     """bool []"""
+    replay: Array | None
+    """`[T, L, k]`: experts to use; None for a model without, or where routing is not recorded"""
 
     @property
     def bucket(self) -> tuple:
         return ("extend", self.tokens.shape[0])
+
+    def places(self, copies: list[tuple[int, int]], page_size: int) -> Places:
+        """Which tokens of which pages it computes."""
+        return Places(np.asarray(self.blocks.page), np.asarray(self.blocks.offset), copies)
 
 
 @jax.tree_util.register_dataclass
@@ -83,6 +92,14 @@ class Decode:
     def bucket(self) -> tuple:
         return ("decode", self.tokens.shape[0], self.block_row.shape[0])
 
+    def places(self, copies: list[tuple[int, int]], page_size: int) -> Places:
+        """Which tokens of which pages it computes, at most."""
+        step = np.arange(int(self.steps), dtype=np.int32)[:, None]
+        live = step < np.asarray(self.left)[None]
+        at = np.where(live, np.asarray(self.positions)[None] + step, 0)
+        page = np.take_along_axis(np.asarray(self.table).T, at // page_size, axis=0)
+        return Places(np.where(live, page, 0), at % page_size, copies)
+
     def reads(self, position_S: jax.Array) -> Reads:
         """As the attention backend wants them."""
         return Reads(
@@ -98,11 +115,16 @@ class Decode:
 class Shapes:
     """Makes batches of padding, and fills them."""
 
-    def __init__(self, config: EngineConfig, num_heads: int, platform: str):
-        self.config = config
+    def __init__(self, config: EngineConfig, model: ModelConfig, platform: str):
+        self.config, self.model = config, model
+        self.captures = config.capture_routing and model.moe is not None
         self.width = config.max_context // KEY_BLOCK
         scores = SCORES_PER_CHUNK.get(platform, 1 << 27) // 2
-        self._chunk = scores // (QUERY_BLOCK * num_heads * KEY_BLOCK)
+        self._chunk = scores // (QUERY_BLOCK * model.num_heads * KEY_BLOCK)
+
+    def rows(self, n: int) -> np.ndarray | None:
+        """Rows that record no routing; None where none is captured."""
+        return not_recorded(n, self.model) if self.captures else None
 
     def extend(self, T: int) -> Extend:
         config = self.config
@@ -131,6 +153,7 @@ class Shapes:
             next_ids=zeros.copy(),
             prompt_wanted=np.zeros(T, bool),
             prompt_top=np.zeros((), bool),
+            replay=self.rows(T),
         )
 
     def _reads(self, T: int, query_blocks: int, Q: int, chunk: int) -> Reads:
@@ -183,6 +206,9 @@ class Shapes:
             if sequence.uncomputed == n:
                 batch.slot[row], batch.host_token[row] = sequence.slot, bool(known)
                 _fill_sampling(batch.warp, batch.stop_ids, row, sequence)
+            if batch.replay is not None and sequence.known is not None:
+                rows = sequence.known[first : first + n]
+                batch.replay[at : at + len(rows)] = rows
             if sequence.wants_prompt:
                 after = sequence.request.prompt_ids[first + 1 : first + n + 1]
                 batch.next_ids[at : at + len(after)], batch.prompt_wanted[at : at + len(after)] = after, True

@@ -34,6 +34,8 @@ class EngineConfig:
     """most decode steps of one call"""
     attention: str = "auto"
     """backend of paged attention (`models/paged.py`); auto takes the first that can"""
+    capture_routing: bool = True
+    """record how each token was routed (models with experts), and replay it where a sequence is prefilled again"""
     token_buckets: tuple[int, ...] = ()
     """extend sizes to compile for (default: an eighth of tokens_per_step, a quarter, a half, all)"""
     slot_buckets: tuple[int, ...] = ()

@@ -18,17 +18,19 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from inference.batch import Shapes
+from inference.batch import Decode, Extend, Shapes
 from inference.config import EngineConfig
 from inference.memory import check, free_bytes
 from inference.memory import plan as plan_memory
 from inference.record import completion_of, prepare, record, record_prompt, tokens_of
+from inference.routing import Routes
 from inference.runner import Runner
 from inference.sampler import table_rows
 from inference.scheduler import Plan, Scheduler, Sequence
 from inference.text import TokenizerLike
 from inference.types import Completion, FinishReason, Request, Tokens
 from models.config import ModelConfig
+from models.routes import check_rows
 from sharding.rules import Rules
 
 PAUSE_MODES = ("retract", "keep", "abort")
@@ -61,7 +63,7 @@ class _Step:
     """tokens of each sequence that were computed before"""
     sampling: list[bool]
     """which sequences sample in an extend"""
-    rows: int
+    batch: Extend | Decode
     version: int
     out: tuple[jax.Array, ...]
 
@@ -106,6 +108,7 @@ class Engine:
             max_slots=config.max_slots,
             max_context=config.max_context,
             tokens_per_step=config.tokens_per_step,
+            routes=Routes(model, config.num_pages, config.page_size) if self.shapes.captures else None,
         )
         self.stats = EngineStats()
         self.paused = False
@@ -123,6 +126,11 @@ class Engine:
     @property
     def shapes(self) -> Shapes:
         return self.runner.shapes
+
+    @property
+    def routes(self) -> Routes | None:
+        """Where routing is recorded, if it is."""
+        return self.scheduler.routes
 
     def warm_up(self) -> int:
         """Says what the engine takes and holds (on standard error) and compiles all programs; after it the engine compiles
@@ -157,6 +165,10 @@ class Engine:
             raise ValueError(f"top_logprobs: {params.top_logprobs} is more than the vocabulary's {V} tokens")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: this engine has no tokenizer to find strings with; give it one, or use stop_ids")
+        if request.routing is not None:
+            if self.routes is None and self.model.moe is not None:
+                raise ValueError("routing: this engine does not record it; set engine.capture_routing, or leave it out")
+            check_rows(request.routing, self.model, "routing", most=len(request.prompt_ids) - 1)
         sequence = self.scheduler.add(request, on_tokens)
         prepare(sequence, self.tokenizer)
         self._in_flight[request.id] = sequence
@@ -235,18 +247,23 @@ class Engine:
         firsts = [sequence.computed for sequence in sequences]
         sampling = [sequence.uncomputed == n for sequence, n in plan.chunks]
         self.scheduler.dispatched(plan)
-        return _Step(plan, firsts, sampling, batch.tokens.shape[0], self.version, out)
+        if self.routes is not None:
+            self.routes.dispatched(batch.places(plan.copies, self.config.page_size))
+        return _Step(plan, firsts, sampling, batch, self.version, out)
 
     def _read(self, step: _Step) -> None:
         """Waits for the step's results and records them."""
-        out = np.asarray(step.out[0])
+        out, rows = self.runner.parted(np.asarray(step.out[0]), step.batch)
+        if self.routes is not None and rows is not None:
+            self._keep_rows(step, self.routes, rows)
+        size = step.batch.tokens.shape[0]
         if step.plan.steps:
             longest = 0
             for row, ((sequence, _), left) in enumerate(zip(step.plan.chunks, step.plan.left, strict=True)):
                 longest = max(longest, self._record(sequence, step, out[: min(step.plan.steps, left), :, row]))
-            self.stats.passes["decode", step.rows] += longest
+            self.stats.passes["decode", size] += longest
             return
-        self.stats.passes["extend", step.rows] += 1
+        self.stats.passes["extend", size] += 1
         at = 0
         for row, ((sequence, n), first) in enumerate(zip(step.plan.chunks, step.firsts, strict=True)):
             self.stats.computed_tokens += n
@@ -255,6 +272,11 @@ class Engine:
             if step.sampling[row]:
                 self._record(sequence, step, out[None, :, row])
             at += n
+
+    def _keep_rows(self, step: _Step, routes: Routes, rows: np.ndarray) -> None:
+        routes.read(rows[: step.plan.steps] if step.plan.steps else rows)
+        for (sequence, n), first, left in zip(step.plan.chunks, step.firsts, step.plan.left, strict=True):
+            sequence.routed = first + (min(step.plan.steps, left) if step.plan.steps else n)
 
     def _record(self, sequence: Sequence, step: _Step, packed: np.ndarray) -> int:
         """Records what a row sampled, `[steps, ...]`, up to its end; returns how many steps the row took."""
@@ -275,7 +297,7 @@ class Engine:
         self.stats.prompt_tokens += len(sequence.request.prompt_ids)
         self.stats.cached_tokens += sequence.cached or 0
         self.stats.finished[reason.value] += 1
-        return completion_of(sequence, reason)
+        return completion_of(sequence, reason, self.routes)
 
     # ---- updates
 
@@ -293,6 +315,8 @@ class Engine:
         """After a failed step: what the books say of the pool may not have happened, so every sequence is prefilled again."""
         self._unread = None
         self.scheduler.start_over()
+        if self.routes is not None:
+            self.routes.lost()
         self.runner.release()
         self.runner.allocate()
 

@@ -1,7 +1,10 @@
 """The prefix tree: pages of tokens whose keys and values are in the pool.
 
-A root per (weight version, adapter): cached state has no other identity, so an update never flushes anything. Pages of
-another version are simply never found, and are the first to go when room is needed.
+A root per (weight version, adapter): an update never flushes anything. Pages of another version are simply never found, and are
+the first to go when room is needed.
+
+A token stands in the tree as its id, or, where its routing was given (replayed) and not the router's own, as a number for both.
+So an id alone means "routed freely after what stands above", which has one outcome; and no path holds pages that differ.
 
 Full pages are shared. The last page of a path may be filled in part, or a path may part from another inside a page: such a
 page is found too, as a tail to be copied.
@@ -10,7 +13,7 @@ page is found too, as a tail to be copied.
 import bisect
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from inference.pages import PagePool
@@ -73,6 +76,16 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
+class Replayed:
+    """What else there is to know of a sequence whose routing is given."""
+
+    ids: Sequence[int]
+    """its tokens' ids alone"""
+    alike: Callable[[int, int, range], int]
+    """(page, at, offsets): up to which offset the page, which begins with token `at`, is known to be routed as is given"""
+
+
+@dataclass(frozen=True)
 class Match:
     """What is cached of a sequence."""
 
@@ -82,6 +95,8 @@ class Match:
     """tokens after them that stand at the beginning of `tail_page`; 0 for none"""
     tail_page: int = 0
     """not held: to be copied before anything else happens to the pool"""
+    keys: list[int] = field(default_factory=list)
+    """what the tokens of a replayed sequence stand in the tree as"""
 
 
 class PrefixTree:
@@ -93,21 +108,38 @@ class PrefixTree:
         self._clock = itertools.count(1)
         self.num_pages = 0
 
-    def match(self, version: int, adapter: str, ids: Sequence[int]) -> Match:
-        """The longest cached prefix of `ids`."""
-        node, pages, stamp = self._roots.get((version, adapter)), [], next(self._clock)
+    def match(self, version: int, adapter: str, ids: Sequence[int], replayed: Replayed | None = None) -> Match:
+        """The longest cached prefix of `ids`. Tokens that were routed freely, but exactly as replayed, serve as well."""
+        node, pages, keys, stamp = self._roots.get((version, adapter)), [], [], next(self._clock)
         while node is not None:
             at = len(pages) * self.page_size
             tokens = tuple(ids[at : at + self.page_size])
-            node, alike = node.nearest(tokens)
+            node, alike = node.nearest(tokens) if replayed is None else self._nearest(node, at, tokens, replayed)
             if node is None or alike < min(SHORTEST_TAIL, self.page_size):
                 break
             node.stamp = stamp
+            if replayed is not None:
+                keys.extend(node.tokens[:alike])
             if alike < self.page_size:
-                return Match(pages, alike, node.page)
+                return Match(pages, alike, node.page, keys)
             self.pool.hold(node.page)
             pages.append(node.page)
-        return Match(pages)
+        return Match(pages, keys=keys)
+
+    def _nearest(self, node: _Node, at: int, tokens: tuple[int, ...], replayed: Replayed) -> tuple[_Node | None, int]:
+        """`node.nearest`, where tokens may also stand alone, or some of them: what one request was given, another chose."""
+        free = tuple(replayed.ids[at : at + len(tokens)])
+        best: tuple[_Node | None, int] = None, 0
+        for kinds in ((free, tokens, free), (tokens, free, tokens)):
+            path, alike = (), 0
+            for kind in kinds:
+                child, n = node.nearest((*path, *kind[alike:]))
+                if child is not None and kind is free:
+                    n = replayed.alike(child.page, at, range(alike, n))
+                if n > alike:
+                    path, alike = child.tokens[:n], n
+                    best = max(best, (child, n), key=lambda found: found[1])
+        return best
 
     def insert(self, version: int, adapter: str, ids: Sequence[int], pages: Sequence[int]) -> None:
         """Remembers `ids`, which stand in `pages`. What is known already stays where it is known to be."""

@@ -3,9 +3,12 @@
 import jax
 import numpy as np
 
+from inference.routing import Routes
 from inference.scheduler import Sequence
 from inference.text import Detokenizer, StopStrings, TokenizerLike
 from inference.types import MAX_TOP_LOGPROBS, Completion, FinishReason, PromptLogprobs, Tokens
+from models.config import ModelConfig
+from models.routes import not_recorded
 
 
 def prepare(sequence: Sequence, tokenizer: TokenizerLike | None) -> None:
@@ -25,7 +28,7 @@ def record(sequence: Sequence, packed: np.ndarray, version: int, max_context: in
     """Appends what a row sampled, up to its end; what the device sampled after that is dropped.
 
     Args:
-        packed: int32 [steps, 3 + 2 * MAX_TOP_LOGPROBS], as the runner packs it.
+        packed: int32 [steps, PACKED], as the runner packs it.
 
     Returns:
         How many tokens were recorded, and why the sequence is over, if it is.
@@ -86,7 +89,16 @@ def tokens_of(sequence: Sequence, first: int) -> Tokens:
     )
 
 
-def completion_of(sequence: Sequence, reason: FinishReason) -> Completion:
+def routing_of(sequence: Sequence, model: ModelConfig) -> np.ndarray:
+    """What the request did not give: a row of each token but the last. Those of tokens that a cancel left uncomputed say "not
+    recorded"."""
+    rows = not_recorded(len(sequence.ids) - 1, model)
+    if sequence.known is not None:
+        rows[: len(sequence.known)] = sequence.known
+    return rows[sequence.given :]
+
+
+def completion_of(sequence: Sequence, reason: FinishReason, routes: Routes | None) -> Completion:
     """The whole record of a finished sequence."""
     return Completion(
         **vars(tokens_of(sequence, 0)),
@@ -97,4 +109,6 @@ def completion_of(sequence: Sequence, reason: FinishReason) -> Completion:
         cached_tokens=sequence.cached or 0,
         prefilled_tokens=sequence.prefilled,
         prompt_logprobs=sequence.prompt_logprobs,
+        routing=routing_of(sequence, routes.model) if routes is not None else None,
+        routing_start=sequence.given,
     )

@@ -10,6 +10,7 @@ A slot's newest token lives on the device, so that a step can be dispatched befo
 passes no token, the slot's is taken.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,13 +26,16 @@ from jax.typing import DTypeLike
 from inference.batch import Decode, Extend, Shapes
 from inference.config import EngineConfig
 from inference.sampler import Sampled, Tables, count, empty_tables, prompt_log_probs, sample, set_row
+from inference.types import MAX_TOP_LOGPROBS
 from models.attention import Array
 from models.config import ModelConfig
 from models.gather import PagedBlocks
+from models.moe import Routing
 from models.paged import Need, PagedContext, choose
 from models.transformer import Definition
 from sharding.reshard import abstract
 from sharding.rules import Rules
+from sharding.shards import Shards
 
 
 @jax.tree_util.register_dataclass
@@ -46,11 +50,24 @@ class State:
     tables: Tables
 
 
+PACKED = 3 + 2 * MAX_TOP_LOGPROBS
+"""values of one sampled token, as `_packed`"""
+
+
 def _packed(sampled: Sampled) -> jax.Array:
-    """int32 [3 + 2 * MAX_TOP_LOGPROBS, S], so that a step comes back in one transfer."""
+    """int32 [PACKED, S], so that a step comes back in one transfer."""
     logprobs = jnp.stack([sampled.logprobs, sampled.logprobs_full])
     bits = jax.lax.bitcast_convert_type(jnp.concatenate([logprobs, sampled.top_logprobs.T]), jnp.int32)
     return jnp.concatenate([sampled.ids[None], bits[:2], sampled.top_ids.T, bits[2:]])
+
+
+def _joined(packed: jax.Array, rows: jax.Array | None) -> jax.Array:
+    """The same with rows of routing: int32 [...], their bytes after what was sampled."""
+    if rows is None:
+        return packed
+    flat, width = rows.reshape(-1), 4 // rows.dtype.itemsize
+    words = jax.lax.bitcast_convert_type(jnp.pad(flat, (0, -flat.size % width)).reshape(-1, width), jnp.int32)
+    return jnp.concatenate([packed.reshape(-1), words])
 
 
 class Runner:
@@ -72,7 +89,8 @@ class Runner:
             rules=rules,
         )
         self.backend = choose(need, config.attention)
-        self.shapes = Shapes(config, model.num_heads, need.platform)
+        self.shapes = Shapes(config, model, need.platform)
+        self._outer = Shards.of(mesh, rules, self.definition.weights).replicated() if model.moe else Shards()
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._table_sharding = NamedSharding(mesh, rules.spec((None, "vocab"), "the sampler's tables"))
         self._state: State | None = None
@@ -117,12 +135,13 @@ class Runner:
     # ---- the programs: pure functions
 
     def extend(self, params: Mapping[str, jax.Array], state: State, batch: Extend) -> tuple[tuple[jax.Array, ...], State]:
-        """Compiled per T. Returns what was sampled, packed `[..., S]`, and the log-probs of the prompt `[T]`, `[T, top]`."""
-        model = self.definition.bind(params)
+        """Compiled per T. Returns what was sampled, packed `[..., S]` (and the routing, `_joined`), and the log-probs of the
+        prompt `[T]`, `[T, top]`."""
+        model = self.definition.bind(params, outer=self._outer)
         newest = jnp.take(state.last, batch.slot)
         tokens = jnp.maximum(jnp.where(batch.tokens >= 0, batch.tokens, jnp.take(newest, batch.row)), 0)
         context = PagedContext(state.pool, batch.blocks, self.backend)
-        hidden = model(tokens, batch.positions, context)
+        hidden, routing = model.forward(tokens, batch.positions, context, batch.replay)
         at = jnp.take(batch.positions, batch.sampled) + 1
         sampled = sample(model.logits(jnp.take(hidden, batch.sampled, axis=0)), at, batch.slot, batch.warp, state.tables)
         # The host does not know yet that a row's newest token was its last; what the row samples now means nothing.
@@ -131,12 +150,12 @@ class Runner:
         last = state.last.at[batch.slot].set(jnp.where(live & ~stopped, sampled.ids, -1))
         tables = count(state.tables, batch.slot, sampled.ids, live)
         prompt = prompt_log_probs(model, hidden, batch.next_ids, batch.prompt_wanted, batch.prompt_top)
-        return (_packed(sampled), *prompt), State(pool=context.pool, last=last, tables=tables)
+        return (_joined(_packed(sampled), self._rows(routing)), *prompt), State(pool=context.pool, last=last, tables=tables)
 
     def decode(self, params: Mapping[str, jax.Array], state: State, batch: Decode) -> tuple[tuple[jax.Array, ...], State]:
-        """Compiled per (S, M). Returns packed samples `[decode_steps, ..., S]`; those past a row's end, or past the last step,
-        mean nothing."""
-        model = self.definition.bind(params)
+        """Compiled per (S, M). Returns packed samples `[decode_steps, ..., S]` (and the routing, `_joined`); those past a row's
+        end, or past the last step, mean nothing."""
+        model = self.definition.bind(params, outer=self._outer)
         S = batch.tokens.shape[0]
         size = self.config.page_size
         tokens = jnp.where(batch.tokens >= 0, batch.tokens, jnp.take(state.last, batch.slot))
@@ -148,7 +167,7 @@ class Runner:
             return (step < batch.steps) & (left > 0).any()
 
         def body(carry: tuple) -> tuple:
-            step, tokens, positions, left, out, pool, tables = carry
+            step, tokens, positions, left, out, rows, pool, tables = carry
             live = left > 0
             at = jnp.where(live, positions, 0)
             page = jnp.take_along_axis(batch.table, (at // size)[:, None], axis=1)[:, 0]
@@ -162,21 +181,32 @@ class Runner:
                 reads=(batch.reads(jnp.where(live, positions, -1)),),
             )
             context = PagedContext(pool, blocks, self.backend)
-            hidden = model(jnp.maximum(tokens, 0), at, context)
+            hidden, routing = model.forward(jnp.maximum(tokens, 0), at, context)
             sampled = sample(model.logits(hidden), at + 1, batch.slot, batch.warp, tables)
             tables = count(tables, batch.slot, sampled.ids, live)
             stopped = (sampled.ids[:, None] == batch.stop_ids).any(axis=1)
             out = out.at[step].set(_packed(sampled))
+            if rows is not None:
+                rows = rows.at[step].set(self._rows(routing))
             tokens = jnp.where(live, jnp.where(stopped, -1, sampled.ids), tokens)
             left = jnp.where(live & ~stopped, left - 1, 0)
-            return step + 1, tokens, positions + live, left, out, context.pool, tables
+            return step + 1, tokens, positions + live, left, out, rows, context.pool, tables
 
         packed = jax.eval_shape(lambda: _packed(sample(*self._sample_like(S, batch, state.tables))))
         out = jnp.zeros((self.config.decode_steps, *packed.shape), packed.dtype)
-        carry = (jnp.int32(0), tokens, batch.positions, left, out, state.pool, state.tables)
-        _, tokens, _, _, out, pool, tables = jax.lax.while_loop(go_on, body, carry)
+        like = self.shapes.rows(S)
+        rows = None if like is None else jnp.zeros((self.config.decode_steps, *like.shape), like.dtype)
+        carry = (jnp.int32(0), tokens, batch.positions, left, out, rows, state.pool, state.tables)
+        _, tokens, _, _, out, rows, pool, tables = jax.lax.while_loop(go_on, body, carry)
         last = state.last.at[batch.slot].set(tokens)
-        return (out,), State(pool=pool, last=last, tables=tables)
+        return (_joined(out, rows),), State(pool=pool, last=last, tables=tables)
+
+    def _rows(self, routing: Routing | None) -> jax.Array | None:
+        """The experts of each token `[T, L, k]`, as they are recorded."""
+        moe = self.definition.config.moe
+        if routing is None or moe is None or not self.shapes.captures:
+            return None
+        return jnp.moveaxis(routing.ids, 0, 1).astype(moe.route_dtype)
 
     def _sample_like(self, S: int, batch: Decode, tables: Tables) -> tuple:
         logits = jnp.zeros((S, self.definition.config.vocab_size), jnp.float32)
@@ -262,6 +292,17 @@ class Runner:
         out, self._state = self._program(bucket)(params, self.state, jax.device_put(batch, self._replicated))
         out[0].copy_to_host_async()
         return out
+
+    def parted(self, out: np.ndarray, batch: Extend | Decode) -> tuple[np.ndarray, np.ndarray | None]:
+        """What `run` gave first -> what was sampled, int32 [PACKED, S] or [decode_steps, PACKED, S], and the routing of all
+        tokens `[T, L, k]` or `[decode_steps, S, L, k]` where it is captured."""
+        S = batch.slot.shape[0]
+        like = self.shapes.rows(batch.tokens.shape[0])
+        if like is None:
+            return out, None
+        steps = (self.config.decode_steps,) if isinstance(batch, Decode) else ()
+        n, shape = math.prod((*steps, PACKED, S)), (*steps, *like.shape)
+        return out[:n].reshape(*steps, PACKED, S), out[n:].view(like.dtype)[: math.prod(shape)].reshape(shape)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copies pages, (source, target) each, in this order; at most max_slots of them."""

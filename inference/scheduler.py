@@ -9,11 +9,13 @@ import bisect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from inference.pages import PagePool
-from inference.prefix import SHORTEST_TAIL, Match, PrefixTree, common
+from inference.prefix import SHORTEST_TAIL, Match, PrefixTree, Replayed, common
+from inference.routing import Routes, marks, merged
 from inference.text import Detokenizer, StopStrings
 from inference.types import FinishReason, PromptLogprobs, Request, Tokens
 
@@ -48,8 +50,25 @@ class Sequence:
     prefilled: int = 0
     private: bool = False
     """its pages hold keys of more than one version (pause mode keep): they never enter the prefix tree"""
+    known: np.ndarray | None = None
+    """`[n, L, k]`: how its first n tokens are routed when they are computed"""
+    given: int = 0
+    """rows that came with the request"""
+    routed: int = 0
+    """tokens of whom the store has a row that was read"""
+    origin: int | None = None
+    """version that made all of `known` by itself; None if there are several, or it came with the request"""
+    marks: list[int] | None = None
+    """its first tokens with `known`, as keys of the prefix tree"""
+    path: list[int] = field(default_factory=list)
+    """what its first tokens are known by; the others, and all where this is empty, by their ids"""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def keys(self) -> list[int]:
+        """What its cached state is known by."""
+        return [*self.path, *self.ids[len(self.path) :]] if self.path else self.ids
 
     @property
     def uncomputed(self) -> int:
@@ -104,11 +123,21 @@ class Scheduler:
 
     Args:
         max_context: most tokens of a sequence.
+        routes: where routing is recorded.
     """
 
-    def __init__(self, *, num_pages: int, page_size: int, max_slots: int, max_context: int, tokens_per_step: int):
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_slots: int,
+        max_context: int,
+        tokens_per_step: int,
+        routes: Routes | None = None,
+    ):
         self.page_size, self.max_slots, self.max_context = page_size, max_slots, max_context
-        self.tokens_per_step = tokens_per_step
+        self.tokens_per_step, self.routes = tokens_per_step, routes
         self.pool = PagePool(num_pages)
         self.tree = PrefixTree(self.pool, page_size)
         self.version = 0
@@ -141,6 +170,8 @@ class Scheduler:
                 f"the pool has {self.pool.num_pages - 1}; lower max_tokens or raise engine.num_pages"
             )
         sequence = Sequence(request, next(self._arrivals), list(request.prompt_ids), on_tokens)
+        if request.routing is not None:
+            sequence.known, sequence.given = request.routing, len(request.routing)
         bisect.insort(self.waiting, sequence, key=_order)
         return sequence
 
@@ -162,12 +193,13 @@ class Scheduler:
         held: list[Sequence] = []
         while self.waiting and self._slots and len(held) < self.max_slots:
             sequence = self.waiting.pop(0)
+            self._set_path(sequence)
             if self._still_waits(sequence):
                 held.append(sequence)
                 continue
             # The last token is always computed: its logits are what is wanted.
-            known = [] if sequence.wants_prompt else sequence.ids[:-1]
-            match = self.tree.match(self.version, sequence.request.adapter, known)
+            known = [] if sequence.wants_prompt else sequence.keys[:-1]
+            match = self.tree.match(self.version, sequence.request.adapter, known, self._replayed(sequence))
             shared = self._is_being_computed(prefills, sequence, known, match)
             lacking = self._pages_for(len(sequence.ids)) - len(match.pages)
             if shared or not self._make_room(lacking + self._growth()):
@@ -182,7 +214,21 @@ class Scheduler:
         self.waiting[:0] = held
 
     def _head(self, sequence: Sequence) -> tuple[str, tuple[int, ...]]:
-        return sequence.request.adapter, tuple(sequence.ids[: min(SHORTEST_TAIL, self.page_size)])
+        return sequence.request.adapter, tuple(sequence.keys[: min(SHORTEST_TAIL, self.page_size)])
+
+    def _replayed(self, sequence: Sequence) -> Replayed | None:
+        if self.routes is None or not sequence.path:
+            return None
+        return Replayed(sequence.ids, partial(self.routes.alike, sequence.known))
+
+    def _set_path(self, sequence: Sequence) -> None:
+        """By its ids alone, if its routing is what the loaded weights chose, or will choose."""
+        if sequence.known is None or sequence.origin == self.version:
+            sequence.path = []
+            return
+        if sequence.marks is None:
+            sequence.marks = marks(sequence.ids, sequence.known)
+        sequence.path = sequence.marks
 
     def _note_prefill(self, prefills: dict[tuple[str, tuple[int, ...]], list[Sequence]], sequence: Sequence) -> None:
         if sequence.uncomputed > 1 and not sequence.private:
@@ -198,7 +244,7 @@ class Scheduler:
         cached = len(match.pages) * self.page_size + match.tail
         least = min(SHORTEST_TAIL, self.page_size)
         for other in prefills.get(self._head(sequence), ()):
-            alike = common(known, other.ids)
+            alike = common(known, other.keys)
             if alike - cached >= least:
                 sequence.behind = other, alike - least
                 return True
@@ -220,6 +266,11 @@ class Scheduler:
             self._copies.append((match.tail_page, sequence.pages[len(match.pages)]))
         if sequence.cached is None:
             sequence.cached = min(sequence.computed, len(sequence.request.prompt_ids))
+        path = [*match.keys, *sequence.path[len(match.keys) :]]
+        own = path == sequence.ids[: len(path)]  # so it is, too, what these weights chose: their pages were found
+        sequence.path = [] if own else path
+        if own:
+            sequence.origin = self.version
         sequence.slot = self._slots.pop()
         self.running.append(sequence)
         self._fresh.append(sequence)
@@ -262,8 +313,13 @@ class Scheduler:
         self._slots.append(sequence.slot)
         self._copies = [pair for pair in self._copies if pair[1] not in sequence.pages]
         self._fresh = [other for other in self._fresh if other is not sequence]
+        if self.routes is not None:
+            rows = self.routes.first(sequence.pages, min(sequence.routed, len(sequence.ids) - 1))
+            sequence.known, sequence.marks, sequence.routed = merged(sequence.known, rows), None, 0
         for page in sequence.pages:
             self.pool.drop(page)
+        if sequence.private:
+            sequence.origin = None
         sequence.pages, sequence.computed, sequence.slot, sequence.private = [], 0, -1, False
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -345,8 +401,8 @@ class Scheduler:
     def _remember(self, sequence: Sequence) -> None:
         # Of a fresh one nothing was computed, and a page that was to be copied for it is empty.
         if not sequence.private and sequence not in self._fresh:
-            ids = sequence.ids[: sequence.computed]
-            self.tree.insert(self.version, sequence.request.adapter, ids, sequence.pages)
+            keys = sequence.keys[: sequence.computed]
+            self.tree.insert(self.version, sequence.request.adapter, keys, sequence.pages)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Takes a sequence out; its pages stay cached until the room is needed."""

@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out: tokens, never text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -109,6 +109,8 @@ class Request:
     """lower goes first, and gives up its pages last; equals go by arrival"""
     adapter: str = ""
     """part of the identity of cached state; no adapter is loaded yet, so it must be empty"""
+    routing: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """`[n, L, k]`, n < prompt tokens: how the first n prompt tokens are routed, where their rows say (`models/routes.py`)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,3 +157,7 @@ class Completion(Tokens):
     prefilled_tokens: int
     """tokens computed for it that were not sampled in its decode steps: the rest of the prompt, and re-prefills"""
     prompt_logprobs: PromptLogprobs | None
+    routing: np.ndarray | None = None
+    """`[tokens - 1 - routing_start, L, k]`: how each token but the last was routed; None for models without experts"""
+    routing_start: int = 0
+    """the token of its first row: those before it came with the request"""

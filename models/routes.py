@@ -30,6 +30,11 @@ def not_recorded(n: int, model: ModelConfig) -> np.ndarray:
     return np.full((n, *row_shape(model)), np.iinfo(dtype).max, dtype)
 
 
+def blank(n: int, like: np.ndarray) -> np.ndarray:
+    """n rows of the same model that say so."""
+    return np.full((n, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+
+
 def recorded(rows: np.ndarray) -> np.ndarray:
     """bool [n, L]: where rows say something."""
     return (rows != np.iinfo(rows.dtype).max).any(axis=-1)
@@ -52,8 +57,8 @@ def check_rows(rows: np.ndarray, model: ModelConfig, what: str, *, least: int | 
     if rows.dtype != dtype or rows.ndim != 3 or rows.shape[1:] != row_shape(model):
         layers, k = row_shape(model)
         raise ValueError(
-            f"{what}: rows are {rows.dtype} {list(rows.shape)}, this model's are {dtype} [tokens, {layers} layers, {k} experts]: "
-            "those of another model"
+            f"{what}: rows are {rows.dtype} {list(rows.shape)}, but this model's are {dtype} [tokens, {layers} layers, "
+            f"{k} experts]; they are those of another model"
         )
     if least is not None and len(rows) < least:
         raise ValueError(f"{what}: {len(rows)} rows are fewer than the {least} tokens that were routed; some are missing")

@@ -7,6 +7,8 @@ A node holds the ids that it adds to its parent's path; a branch is a root-to-le
   it diverges, as prompt ids (mask 0): rewritten history is not trained on. Retried and abandoned nodes are closed.
 * `add_completion` commits what the engine sampled, after asserting that the path is what the engine was given, that the
   number of log-probs is the sum of the mask, and that versions do not decrease along the path.
+* Rows of routing stand where they were first recorded: a completion brings those that its path lacks, up to the last but one
+  token. A record with other rows is refused.
 * One request id is one node: a repeated commit returns the node there is.
 * A branch ends at each sampled node from which no other sampled node descends. A sampled token on n branches weighs 1/n
   on each, so that it is trained once, and the weights add up to the count of sampled tokens.
@@ -20,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from models.routes import blank, from_record, to_record
 from rl.environments import Message, Reward
 from rl.records import Branch, Call, Episode, EpisodeStatus, FinishReason, Node, NodeStatus
 
@@ -46,6 +49,12 @@ class Graph:
     def path_ids(self, node_id: int | None) -> list[int]:
         """Token ids from the root to the end of this node."""
         return [token for i in self.path(node_id) for token in self.nodes[i].ids]
+
+    def routing(self, node_id: int | None) -> np.ndarray | None:
+        """The rows of the path to this node, as many as there are; None if there are none."""
+        nodes = [self.nodes[i] for i in self.path(node_id)]
+        parts = [node.routing for node in nodes if node.routing is not None]
+        return np.concatenate(parts) if parts else None
 
     def completion(self, request_id: str) -> Node | None:
         """The node of a request that was committed before."""
@@ -95,13 +104,15 @@ class Graph:
         finish_reason: FinishReason,
         message: Message,
         cached_tokens: int = 0,
+        routing: np.ndarray | None = None,
+        routing_start: int = 0,
         call: int = 0,
     ) -> int:
         """Commits what the engine sampled after `prompt_ids`, and returns its node.
 
         The same request id again returns the first node. A completion of no tokens has nothing to commit.
-        AssertionError when the record would break a rule; ValueError for a greedy completion of a trainable call, or
-        for a request id used for something else.
+        AssertionError when the record would break a rule; ValueError for a greedy completion of a trainable call, for
+        a request id used for something else, or for rows of routing that are not the path's.
         """
         if temperature <= 0 and self.calls[call].trainable:
             raise ValueError(
@@ -131,6 +142,8 @@ class Graph:
                 finish_reason=finish_reason,
                 cached_tokens=cached_tokens,
                 request_id=request_id,
+                routing=routing,
+                routing_start=routing_start,
             )
         )
 
@@ -162,6 +175,7 @@ class Graph:
             return out
 
         counts = [sum(node.mask) for node in nodes]
+        rows = self.routing(path[-1])
         return Branch(
             node_ids=tuple(path),
             ids=np.array([token for node in nodes for token in node.ids], np.int32),
@@ -172,6 +186,7 @@ class Graph:
             temperatures=spread([node.temperature or 0.0 for node in nodes for _ in node.logprobs], 1, np.float32),
             advantages=spread([advantage] * sum(counts), 0, np.float32),
             weights=spread([x for x, count in zip(share, counts, strict=True) for _ in range(count)], 0, np.float32),
+            routing=None if rows is None else np.concatenate([rows, blank(len(mask) - len(rows), rows)]),
         )
 
     def _open(self, node_id: int) -> bool:
@@ -209,20 +224,43 @@ class Graph:
         stream = [*seen, *node.versions]
         assert stream == sorted(stream), f"versions decrease: {stream}"
         assert all(version >= 0 for version in node.versions), f"a sampled id has no version: {node.versions}"
+        if node.routing is not None:
+            self._check_rows(node, node.routing)
         self.nodes.append(node)
         if node.request_id is not None:
             self._requests[node.request_id] = node.id
         return node.id
 
+    def _check_rows(self, node: Node, rows: np.ndarray) -> None:
+        """Raises ValueError for rows that do not go on where the path's end; whether they can be a model's is checked where
+        they are used (`models.routes.check_rows`)."""
+        what, before = f"routing: episode {self.episode.id!r}, node {node.id}", self.routing(node.parent)
+        known = 0 if before is None else len(before)
+        tokens = len(self.path_ids(node.parent)) + len(node.ids)
+        if node.routing_start != known:
+            raise ValueError(f"{what}: its rows start at token {node.routing_start}, but the path has rows of {known}")
+        if known + len(rows) != tokens - 1:
+            raise ValueError(
+                f"{what}: {known} + {len(rows)} rows are not one for each of {tokens} tokens but the last; it is corrupted"
+            )
+        if before is not None and (rows.dtype != before.dtype or rows.shape[1:] != before.shape[1:]):
+            raise ValueError(
+                f"{what}: rows are {rows.dtype} {list(rows.shape[1:])}, those before {before.dtype} {list(before.shape[1:])}; "
+                f"they are of different models"
+            )
+
     def to_json(self) -> str:
         """The whole record as one line of JSON; float32 values come back bit for bit."""
         parts = {"calls": self.calls, "nodes": self.nodes}
         body = {name: [dataclasses.asdict(item) for item in items] for name, items in parts.items()}
+        for values in body["nodes"]:
+            if values["routing"] is not None:
+                values["routing"] = to_record(values["routing"])
         return json.dumps({"schema": SCHEMA, "episode": dataclasses.asdict(self.episode), **body}, allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> "Graph":
-        """Reads what to_json wrote, through the same checks. ValueError for another schema."""
+        """Reads what to_json wrote, through the same checks. ValueError for another schema, or corrupted routing."""
         record = json.loads(text)
         if record["schema"] != SCHEMA:
             raise ValueError(f"schema: this record has {record['schema']}, this code reads {SCHEMA}; use its own code")
@@ -231,5 +269,8 @@ class Graph:
         graph = Graph(Episode(**episode), [Call(**call) for call in record["calls"]])
         for values in record["nodes"]:
             fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            if fields.get("routing") is not None:
+                what = f"routing: episode {graph.episode.id!r}, node {fields['id']}"
+                fields["routing"] = from_record(fields["routing"], what)
             graph._commit(Node(**fields))
         return graph

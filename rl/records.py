@@ -1,6 +1,6 @@
 """Fields of one episode's record: flat, typed, frozen. rl.graph holds the rules and puts them together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -55,6 +55,10 @@ class Node:
     cached_tokens: int = 0
     """prompt tokens that the engine found in its cache"""
     request_id: str | None = None
+    routing: np.ndarray | None = field(default=None, compare=False)
+    """`[n, L, k]`: how the path's tokens were routed, from `routing_start` to the last but one; None without experts"""
+    routing_start: int = 0
+    """tokens of the path whose rows its earlier nodes have: the last one sampled before is the first here"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,8 @@ class Branch:
     """float32; 0 where not sampled"""
     weights: np.ndarray
     """float32: 1 / (number of branches through the sampled token); 0 where not sampled or not trainable"""
+    routing: np.ndarray | None = None
+    """`[len(ids), L, k]`; the last row, and those that nobody recorded, say "not recorded" (`models/routes.py`)"""
 
     @property
     def oldest_version(self) -> int:

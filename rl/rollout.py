@@ -126,7 +126,8 @@ def _submit(engine: SamplerEngine, renderer: Renderer, name: str, rollout: Rollo
     own = replace(params, seed=rollout.graph.episode.seed, stop_ids=tuple(renderer.stop_ids))
     prompt = tuple(rollout.graph.path_ids(rollout.node))
     rollout.submitted = time.perf_counter()
-    engine.submit(Request(id=f"{name}#{rollout.turns}", prompt_ids=prompt, params=own))
+    rows = rollout.graph.routing(rollout.node)
+    engine.submit(Request(id=f"{name}#{rollout.turns}", prompt_ids=prompt, params=own, routing=rows))
 
 
 def _advance(
@@ -156,6 +157,8 @@ def _advance(
             finish_reason=completion.finish_reason.value,
             message=message,
             cached_tokens=completion.cached_tokens,
+            routing=completion.routing,
+            routing_start=completion.routing_start,
         )
 
     def over(status: EpisodeStatus, reason: str, **changes: Any) -> bool:
