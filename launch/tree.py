@@ -27,7 +27,8 @@ from launch.quiet import Others, warn
 from models.config import ModelConfig
 from models.transformer import Definition
 from rl.batch import Sample
-from rl.forest import Branch, Layout, pack, sort_branches
+from rl.branches import Branch, sort_branches
+from rl.forest import Layout, pack
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.trainer import Trainer

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from models.config import ModelConfig, MoEConfig
 from models.grouped import grouped
-from models.layers import COLUMNS, accumulator, dot, dots, exp_from, gated, published, row_sum, weight
+from models.layers import COLUMNS, dot, dots, exp_from, gated, published, row_sum, weight
 from sharding.shards import Shards
 
 HEADROOM = 1.25
@@ -47,6 +47,8 @@ class Routing(NamedTuple):
     """float [...]: E x sum over experts of load x probability; 1 where either is uniform (Fedus et al., arXiv 2101.03961)"""
     z: jax.Array
     """float [...]: logsumexp(logits) squared (Zoph et al., ST-MoE, arXiv 2202.08906)"""
+    gap: jax.Array
+    """float [...]: how far the last chosen is before the best of the rest: of the router alone, in scores"""
 
 
 def unrecorded(replay: jax.Array) -> jax.Array:
@@ -54,18 +56,23 @@ def unrecorded(replay: jax.Array) -> jax.Array:
     return (replay == jnp.iinfo(replay.dtype).max).all(axis=-1)
 
 
-def select(config: MoEConfig, logits: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """The router's own choice: logits `[T, E]` -> ids int32 `[T, k]`, best first; of equals the lowest id."""
+def scores_of(config: MoEConfig, logits: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """What experts are chosen by, `[T, E]`; -inf outside of a token's groups."""
     scores = jax.nn.sigmoid(logits) if config.scoring == "sigmoid" else logits
     if bias is not None:
         scores = scores + bias[None]
     if config.groups > 1:
         T, E = scores.shape
-        grouped = scores.reshape(T, config.groups, E // config.groups)
-        best = jax.lax.top_k(grouped, min(2 if config.selection_bias else 1, grouped.shape[-1]))[0].sum(axis=-1)
+        by_group = scores.reshape(T, config.groups, E // config.groups)
+        best = jax.lax.top_k(by_group, min(2 if config.selection_bias else 1, by_group.shape[-1]))[0].sum(axis=-1)
         chosen = jax.lax.top_k(best, config.groups_per_token)[1]
         kept = (chosen[:, :, None] == jnp.arange(config.groups)[None, None]).any(axis=1)
         scores = jnp.where(jnp.repeat(kept, E // config.groups, axis=1), scores, -jnp.inf)
+    return scores
+
+
+def select(config: MoEConfig, scores: jax.Array) -> jax.Array:
+    """The router's own choice: scores `[T, E]` -> ids int32 `[T, k]`, best first; of equals the lowest id."""
     return jax.lax.top_k(scores, config.experts_per_token)[1].astype(jnp.int32)
 
 
@@ -177,8 +184,8 @@ def exchanged(
 ) -> jax.Array:
     """`of_assignments` where each device has some of the tokens and some of the experts: nothing is ever dropped.
 
-    A round sends every device up to HEADROOM times its equal share; if the routing is skewed, there are more rounds. All
-    devices of the mesh run as many, so that no collective waits for one that others skip.
+    A round sends every device up to HEADROOM times its equal share; if the routing is skewed, more rounds follow. All devices
+    of the mesh run as many, so that no collective waits for one that others skip.
     """
     (T, k), N, W = ids.shape, ids.size, jax.lax.axis_size(axes)
     num_experts = weights[0].shape[0]
@@ -188,7 +195,7 @@ def exchanged(
     rank = jnp.take_along_axis(jnp.cumsum(is_for, axis=0) - 1, target[:, None], axis=1)[:, 0]
     most = jax.lax.pmax(is_for.sum(axis=0).max(), shards.rows)
 
-    def one(number: jax.Array, x: jax.Array, gates: jax.Array, weights: Weights) -> jax.Array:
+    def one(number: int | jax.Array, x: jax.Array, gates: jax.Array, weights: Weights) -> jax.Array:
         slot = rank - number * C
         place = jnp.where((slot >= 0) & (slot < C), target * C + slot, W * C)
         sent = jnp.full(W * C, N, jnp.int32).at[place].set(jnp.arange(N, dtype=jnp.int32), mode="drop")
@@ -203,9 +210,10 @@ def exchanged(
         new = jax.lax.cond(number * C < most, one, lambda *_: nothing(), number, x, gates, weights)
         return total + new, None
 
+    total = one(0, x, gates, weights)
     rounds = -(-T * min(k, num_experts) // C)
-    start = jnp.zeros((N, x.shape[1]), accumulator(dtype))
-    total, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), start, jnp.arange(rounds))
+    if rounds > 1:
+        total, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), total, jnp.arange(1, rounds))
     return total.reshape(T, k, -1)
 
 
@@ -249,7 +257,8 @@ class MoE(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         logits = self._logits(flat, self.router)
         bias = published(self.bias[...], self.dtype) if self.config.selection_bias else None
-        own = ids = select(self.config, jax.lax.stop_gradient(logits), bias)
+        scores = scores_of(self.config, jax.lax.stop_gradient(logits), bias)
+        own = ids = select(self.config, scores)
         if replay is not None:
             replay = replay.reshape(ids.shape)
             ids = jnp.where(unrecorded(replay)[:, None], own, replay.astype(jnp.int32))
@@ -257,7 +266,8 @@ class MoE(nnx.Module):
         y = self._experts(flat, ids, gates, shards, outer)
         if self.config.shared_ffn_dim:
             y = y + shards.total(self._shared(flat), "ffn")
-        routing = Routing(ids, *self._measures(logits, ids, own, load))
+        differs = (ids[:, :, None] != own[:, None, :]).all(axis=2).any(axis=1)
+        routing = Routing(ids, differs, *self._losses(logits, load), _gap(self.config, scores))
         return y.reshape(x.shape), Routing(*(part.reshape(*x.shape[:-1], *part.shape[1:]) for part in routing))
 
     def _logits(self, x: jax.Array, router: nnx.Param) -> jax.Array:
@@ -282,12 +292,17 @@ class MoE(nnx.Module):
             hidden = hidden * jax.nn.sigmoid(self._logits(x, self.shared_router))
         return dot("tf,fd->td", hidden, self.shared_down[...], self.dtype)
 
-    def _measures(self, logits: jax.Array, ids: jax.Array, own: jax.Array, load: jax.Array | None) -> tuple[jax.Array, ...]:
-        """differs, balance, z: `[T]` each."""
-        differs = (ids[:, :, None] != own[:, None, :]).all(axis=2).any(axis=1)
+    def _losses(self, logits: jax.Array, load: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """balance and z: `[T]` each."""
         z = jax.nn.logsumexp(logits, axis=1) ** 2
         if load is None:
-            return differs, jnp.ones_like(z), z
+            return jnp.ones_like(z), z
         scores = jax.nn.sigmoid(logits) if self.config.scoring == "sigmoid" else jax.nn.softmax(logits, axis=1)
         shares = scores / scores.sum(axis=1, keepdims=True)
-        return differs, (shares * load[None]).sum(axis=1) * logits.shape[1], z
+        return (shares * load[None]).sum(axis=1) * logits.shape[1], z
+
+
+def _gap(config: MoEConfig, scores: jax.Array) -> jax.Array:
+    k = config.experts_per_token
+    best = jax.lax.top_k(scores, min(k + 1, scores.shape[1]))[0]
+    return best[:, k - 1] - best[:, k] if best.shape[1] > k else jnp.full(len(best), jnp.inf, best.dtype)

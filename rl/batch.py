@@ -1,6 +1,6 @@
 """What a step is given: samples; and the arrays that a loss reads of them.
 
-Legend: S branches of a micro-batch, L trained tokens of the longest branch.
+Legend: S branches of a micro-batch, L trained tokens of the longest branch (of routing: layers), k experts per token.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,8 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from models.config import ModelConfig
+from models.routes import check_rows, not_recorded
+from rl.branches import Branch
 from rl.forest import Layout
 from rl.loss_batch import LossBatch
+from rl.routes import RouterConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,8 @@ class Sample:
     """float32 [n]: the critic's value of the state in which the token was sampled, before the step"""
     returns: np.ndarray | None = None
     """float32 [n]: what the critic learns"""
+    routing: np.ndarray | None = None
+    """unsigned [n, L, k]: the sampler's choice of experts, see `models.routes`; None: not recorded, or there are none"""
     pair: int = -1
     """samples with one number are the two of a preference pair"""
     chosen: bool = False
@@ -55,6 +61,24 @@ def on_tokens(sample: Sample, values: np.ndarray) -> np.ndarray:
 
 OPTIONAL = {"reference_logp": "reference_logprobs", "old_values": "values", "returns": "returns"}
 """fields of LossBatch that only some losses read -> where a sample has them"""
+
+
+def branches_of(samples: Sequence[Sample], model: ModelConfig, router: RouterConfig) -> list[Branch]:
+    """What is planned: with experts, each branch has rows, which may say "not recorded".
+
+    Raises:
+        ValueError: the rows of a sample are not as many as its ids, or cannot be this model's.
+    """
+    branches = []
+    for number, sample in enumerate(samples):
+        n, rows = len(sample.ids), None
+        if model.moe is not None:
+            rows = not_recorded(n, model)
+            if router.router_replay == "R3" and sample.routing is not None:
+                rows = sample.routing
+                check_rows(rows, model, f"sample {number}: routing", least=n, most=n)
+        branches.append(Branch(sample.ids, sample.weights > 0, rows))
+    return branches
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ are the buffers (of one path), and the activations of one segment.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from models.attention import KEY_BLOCK
+from models.routes import not_recorded
 from rl.forest import Layout
 from rl.forward import Reading, SegmentArrays, read_segment
 from rl.losses import Readout
 from rl.programs import Programs
+from rl.routes import Routes
 from rl.tries import Segment, Trie, segment_sizes
 
 SHORTEST_CONTEXT = 512
@@ -43,6 +46,7 @@ class DepthFirst:
     """The walk, and its compiled programs. Segments are replicated: weights alone are split over the mesh."""
 
     def __init__(self, programs: Programs, mesh: Mesh):
+        self.programs = programs
         self.definition, self.layout = programs.definition, programs.layout
         self.readout: Readout = programs.readout
         self.trained, self.shardings, self.replicated = programs.trained, programs.shardings, programs.replicated
@@ -76,7 +80,8 @@ class DepthFirst:
         temperature: jax.Array,
         out_grads: jax.Array,
     ):
-        """Pure: weights' gradients with the segment's added; the buffers' with its ancestors' added and its own taken out."""
+        """Pure: weights' gradients with the segment's added; the buffers' with its ancestors' added and its own taken out; and
+        the routers' metric sums."""
         start, T = jnp.asarray(segment.start), segment.tokens.shape[0]
         wide = tuple(x[:, :C].astype(self.accum) for x in buffers)
 
@@ -84,16 +89,18 @@ class DepthFirst:
             reading, new = read_segment(
                 self.definition, {**params, **trained}, keys, values, segment, temperature, self.readout, self.shards
             )
-            return reading.out, new
+            routers, sums = self.programs.routers(reading, segment.routes)
+            return (reading.out, new, routers), sums
 
-        _, transpose = jax.vjp(forward, {name: params[name] for name in self.trained}, *wide)
+        trained = {name: params[name] for name in self.trained}
+        (_, _, routers), transpose, sums = jax.vjp(forward, trained, *wide, has_aux=True)
         own = tuple(jax.lax.dynamic_slice_in_dim(x, start, T, axis=1) for x in buffer_grads)
-        new, *above = transpose((jnp.asarray(out_grads), own))
+        new, *above = transpose((jnp.asarray(out_grads), own, jax.tree.map(jnp.ones_like, routers)))
         cleared = (
             jax.lax.dynamic_update_slice_in_dim(x, jnp.zeros_like(y), start, 1) for x, y in zip(buffer_grads, own, strict=True)
         )
         below = tuple(x.at[:, :C].add(part) for x, part in zip(cleared, above, strict=True))
-        return {name: grads[name] + new[name] for name in self.trained}, below
+        return {name: grads[name] + new[name] for name in self.trained}, below, sums
 
     def lower(self, kind: str, T: int, C: int) -> Any:
         """A lowered program, over abstract arguments with the shardings of a step."""
@@ -104,16 +111,16 @@ class DepthFirst:
         params = {
             name: like(weight.shape, self.accum, self.shardings[name]) for name, weight in self.definition.weights.items()
         }
-        zero = SegmentArrays(**_padded(None, T))
+        zero = self._padded(None, T, step=kind == "leave")
         segment = jax.tree.map(lambda x: like(x.shape, x.dtype, self.replicated), zero)
         temperature = like((), np.float32, self.replicated)
         buffers = (like(self._shape, self.definition.dtype, self._buffer),) * 2
         if kind == "enter":
-            out = (Reading(self.replicated, self.replicated), self._buffer, self._buffer)
+            out = (self.replicated, self._buffer, self._buffer)
             program = jax.jit(partial(self.enter, C), donate_argnums=(1, 2), out_shardings=out)
             return program.lower(params, *buffers, segment, temperature)
         grads = {name: params[name] for name in self.trained}
-        out = ({name: self.shardings[name] for name in self.trained}, (self._buffer, self._buffer))
+        out = ({name: self.shardings[name] for name in self.trained}, (self._buffer, self._buffer), self.replicated)
         program = jax.jit(partial(self.leave, C), donate_argnums=(1, 3), out_shardings=out)
         buffer_grads = (like(self._shape, self.accum, self._buffer),) * 2
         return program.lower(
@@ -137,41 +144,75 @@ class DepthFirst:
 
     # ---- the walk
 
-    def score(self, params: Any, trie: Trie, temperature: jax.Array) -> Reading:
-        """Readings of all entries of a trie, in numpy."""
+    def readings(self, params: Any, trie: Trie, temperature: jax.Array) -> list[Reading]:
+        """Of each segment, padded, on the device."""
         keys, values = self._empty(self.definition.dtype)
         readings = []
         for segment in trie.segments:
-            arrays = self._arrays(segment)
+            arrays = self._arrays(segment, step=False)
             reading, keys, values = self._run("enter", segment, params, keys, values, arrays, temperature)
             readings.append(reading)
-        got = jax.device_get(readings)
-        sizes = [len(segment.read) for segment in trie.segments]
-        return Reading(*(np.concatenate([x[:n] for x, n in zip(part, sizes, strict=True)]) for part in zip(*got, strict=True)))
+        return readings
 
-    def pull(self, params: Any, grads: Any, trie: Trie, temperature: jax.Array, out_grads: np.ndarray) -> Any:
-        """`grads` with those of a trie added, given the cotangent of each of its entries."""
+    def score(self, params: Any, trie: Trie, temperature: jax.Array) -> Reading:
+        """Readings of all entries of a trie, in numpy."""
+        got = jax.device_get([(each.out, each.entropy) for each in self.readings(params, trie, temperature)])
+        sizes = [len(segment.read) for segment in trie.segments]
+        out, entropy = (np.concatenate([x[:n] for x, n in zip(part, sizes, strict=True)]) for part in zip(*got, strict=True))
+        return Reading(out, entropy)
+
+    def pull(self, params: Any, grads: Any, trie: Trie, temperature: jax.Array, out_grads: np.ndarray):
+        """`grads` with those of a trie added, given the cotangent of each of its entries; and each segment's metric sums."""
         keys, values = self._empty(self.definition.dtype)
-        buffer_grads = self._empty(self.accum)
+        buffer_grads, shares = self._empty(self.accum), []
         for what, number in walk(trie):
             segment = trie.segments[number]
-            arrays = self._arrays(segment)
+            arrays = self._arrays(segment, step=what == "leave")
             if what == "enter":
                 _, keys, values = self._run("enter", segment, params, keys, values, arrays, temperature)
                 continue
             padded = np.zeros(2 * segment.size, self.accum)
             padded[: len(segment.read)] = out_grads[segment.first_entry :][: len(segment.read)]
-            grads, buffer_grads = self._run(
+            grads, buffer_grads, sums = self._run(
                 "leave", segment, params, grads, (keys, values), buffer_grads, arrays, temperature,
                 jax.device_put(padded, self.replicated),
             )  # fmt: skip
-        return grads
+            shares.append(sums)
+        return grads, shares
 
     def _empty(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
         return self._zeros(self._shape, dtype), self._zeros(self._shape, dtype)
 
-    def _arrays(self, segment: Segment) -> SegmentArrays:
-        return jax.device_put(SegmentArrays(**_padded(segment, segment.size)), self.replicated)
+    def _arrays(self, segment: Segment, step: bool) -> SegmentArrays:
+        return jax.device_put(self._padded(segment, segment.size, step), self.replicated)
+
+    def _padded(self, segment: Segment | None, T: int, step: bool) -> SegmentArrays:
+        """In numpy; None is an empty one. `step` says whether it has what the routers' losses need."""
+        tokens, used = np.zeros(T, np.int32), np.zeros(2 * T, bool)
+        read, target = np.zeros(2 * T, np.int32), np.zeros(2 * T, np.int32)
+        routes, model = None, self.definition.config
+        if model.moe is not None:
+            routes = Routes.empty((T,), not_recorded(0, model))
+        if segment is not None:
+            n = len(segment.read)
+            tokens[: len(segment.tokens)] = segment.tokens
+            read[:n], target[:n], used[:n] = segment.read, segment.target, True
+        if segment is not None and routes is not None and segment.routes is not None:
+            n, given = len(segment.tokens), segment.routes
+            routes.rows[:n], routes.weight[:n] = given.rows, given.weight
+            routes = replace(routes, total=given.total, load=given.load if step else None)
+        elif routes is not None and step:
+            [routes] = self.programs.router.of_step([routes], model)
+        count, start = (0, 0) if segment is None else (len(segment.tokens), segment.start)
+        return SegmentArrays(
+            tokens=tokens,
+            start=np.asarray(start, np.int32),
+            count=np.asarray(count, np.int32),
+            read=read,
+            target=target,
+            used=used,
+            routes=routes,
+        )
 
 
 def walk(trie: Trie) -> Iterator[tuple[str, int]]:
@@ -188,16 +229,3 @@ def walk(trie: Trie) -> Iterator[tuple[str, int]]:
             yield "enter", number
         path.append(number)
     yield from climb(-1)
-
-
-def _padded(segment: Segment | None, T: int) -> dict[str, np.ndarray]:
-    """Fields of SegmentArrays."""
-    tokens, used = np.zeros(T, np.int32), np.zeros(2 * T, bool)
-    read, target = np.zeros(2 * T, np.int32), np.zeros(2 * T, np.int32)
-    if segment is not None:
-        n = len(segment.read)
-        tokens[: len(segment.tokens)] = segment.tokens
-        read[:n], target[:n], used[:n] = segment.read, segment.target, True
-    count, start = (0, 0) if segment is None else (len(segment.tokens), segment.start)
-    scalars = {"count": np.asarray(count, np.int32), "start": np.asarray(start, np.int32)}
-    return {"tokens": tokens, "read": read, "target": target, "used": used, **scalars}

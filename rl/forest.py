@@ -16,18 +16,10 @@ import jax
 import numpy as np
 
 from models.attention import KEY_BLOCK, Array, ForestBlocks
+from rl.branches import Branch, in_common, sort_branches
+from rl.routes import Routes
 
 QUERY_BLOCK = 64
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One root-to-leaf path, as one flat aligned stream."""
-
-    ids: np.ndarray
-    """int32 [n]"""
-    mask: np.ndarray
-    """bool [n]: tokens that are trained; the first token of a branch cannot be"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +82,8 @@ class Forest:
     """int32 [S, L]: place in the flattened [B * R] of each branch's trained tokens"""
     mask: Array
     """bool [S, L]"""
+    routes: Routes | None = None
+    """of models with experts"""
 
 
 @dataclass(frozen=True)
@@ -132,20 +126,21 @@ class _Row:
         """row place of a trained token -> its entry in `read`"""
         self.read: list[int] = []
         self.target: list[int] = []
-        self.branches: list[tuple[int, list[int]]] = []
-        self.last: np.ndarray = np.zeros(0, np.int32)
+        self.branches: list[tuple[int, list[int], int]] = []
+        """number, entries in `read`, and the place of the last token"""
+        self.routing: list[np.ndarray] = []
+        """[new tokens, L, k] of each branch"""
+        self.last: Branch | None = None
         self.blocks: list[tuple[int, int, np.ndarray]] = []
 
-    def shared(self, ids: np.ndarray) -> int:
-        n = min(len(ids), len(self.last)) if self.share else 0
-        differ = np.nonzero(ids[:n] != self.last[:n])[0]
-        return int(differ[0]) if len(differ) else n
+    def shared(self, branch: Branch) -> int:
+        return in_common(branch, self.last) if self.share and self.last is not None else 0
 
     def fits(self, branch: Branch) -> bool:
-        return len(self.tokens) + len(branch.ids) - self.shared(branch.ids) <= self.layout.tokens
+        return len(self.tokens) + len(branch.ids) - self.shared(branch) <= self.layout.tokens
 
     def add(self, number: int, branch: Branch) -> None:
-        keep = self.shared(branch.ids)
+        keep = self.shared(branch)
         place = len(self.tokens)
         for closed in self.path[keep:]:
             self.end[closed] = place
@@ -163,8 +158,10 @@ class _Row:
                 self.read.append(self.path[depth - 1])
                 self.target.append(self.tokens[at])
             entries.append(self.reads[at])
-        self.branches.append((number, entries))
-        self.last = branch.ids
+        self.branches.append((number, entries, self.path[-1]))
+        if branch.routing is not None:
+            self.routing.append(branch.routing[keep:])
+        self.last = branch
 
     def closed(self, branches: Sequence[Branch]) -> list["_Row"]:
         """This row, finished; or two halves of it where a part of it would need too many query blocks or reads."""
@@ -176,12 +173,17 @@ class _Row:
         reads = np.bincount(np.asarray(self.read, np.int64) // layout.shard, minlength=1)
         if blocks.max() <= layout.query_blocks // layout.shards and reads.max() <= layout.shard:
             return [self]
-        numbers = [number for number, _ in self.branches]
+        numbers = [number for number, _, _ in self.branches]
         assert len(numbers) > 1, "a chain fills its query blocks"
         halves = (_Row(self.layout, self.share), _Row(self.layout, self.share))
         for at, number in enumerate(numbers):
             halves[at >= len(numbers) // 2].add(number, branches[number])
         return [piece for half in halves for piece in half.closed(branches)]
+
+    def go_on(self) -> np.ndarray:
+        """float [n]: branches that go on after each token."""
+        ends = np.cumsum(np.bincount([last for _, _, last in self.branches], minlength=len(self.tokens)))
+        return ends[np.asarray(self.end) - 1] - ends
 
     def _blocks(self) -> list[tuple[int, int, np.ndarray]]:
         """(first query, one past the last, keys [C]) of each query block: consecutive tokens, as many as their keys allow.
@@ -225,11 +227,6 @@ def check_branch(number: int, branch: Branch, layout: Layout) -> None:
         raise ValueError(f"branch {number}: its first token has no parent to read a log-prob at; mask[0] must be False")
     if branch.mask.sum() > layout.length:
         raise ValueError(f"branch {number}: {int(branch.mask.sum())} trained tokens exceed the layout's {layout.length}")
-
-
-def sort_branches(branches: Sequence[Branch]) -> list[int]:
-    """Their numbers in the order of a pre-order walk: big-endian bytes sort as the ids do, prefixes first."""
-    return sorted(range(len(branches)), key=lambda n: branches[n].ids.astype(">u4").tobytes())
 
 
 def pack(branches: Sequence[Branch], layout: Layout, share: bool = True) -> tuple[list[MicroBatch], PackStats]:
@@ -297,10 +294,29 @@ def _assemble(rows: list[_Row], layout: Layout) -> MicroBatch:
         for number, (first, last, keys) in zip(numbers, row.blocks, strict=True):
             query[b, number, : last - first] = np.arange(first, last)
             key[b, number] = keys
-        for branch, entries in row.branches:
+        for branch, entries, _ in row.branches:
             index[len(order), : len(entries)] = b * T + slots[entries]
             mask[len(order), : len(entries)] = True
             order.append(branch)
     blocks = ForestBlocks(end=end, query=query, key=key)
-    forest = Forest(tokens=tokens, positions=positions, blocks=blocks, read=read, target=target, index=index, mask=mask)
+    forest = Forest(
+        tokens=tokens,
+        positions=positions,
+        blocks=blocks,
+        read=read,
+        target=target,
+        index=index,
+        mask=mask,
+        routes=_routes(rows, (B, T)),
+    )
     return MicroBatch(forest, np.asarray(order))
+
+
+def _routes(rows: list[_Row], shape: tuple[int, int]) -> Routes | None:
+    if not rows[0].routing:
+        return None
+    routes = Routes.empty(shape, rows[0].routing[0])
+    for b, row in enumerate(rows):
+        n = len(row.tokens)
+        routes.rows[b, :n], routes.weight[b, :n] = np.concatenate(row.routing), row.go_on()
+    return routes

@@ -4,9 +4,10 @@ Legend: B rows, T tokens of a row or segment, R reads, S branches, L trained tok
 buffer, K kv heads, h head dim. For weights and buffers the leading L is layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from models.path import PathContext
 from models.transformer import ALONE, Definition, Params, Transformer
 from rl.forest import Forest
 from rl.losses import Readout
+from rl.routes import PerToken, Routed, Routes, add_tokens, per_token, per_token_specs
 from sharding.shards import Shards
 
 LOGITS_CHUNK = 128
@@ -32,6 +34,8 @@ class Reading(NamedTuple):
     """its log-prob, or the value of the state before it"""
     entropy: Array
     """of the distribution it comes from, in nats, without a gradient; a critic's is 0"""
+    routed: Routed | None = None
+    """of all tokens that were computed; of models with experts"""
 
 
 def _read(
@@ -57,26 +61,48 @@ def read_rows(
     B, T = forest.tokens.shape
     used = jnp.zeros(B * T, bool).at[jnp.where(forest.mask, forest.index, B * T)].set(True, mode="drop").reshape(B, T)
 
-    def here(params: Params, forest: Forest, temperature: jax.Array, used: jax.Array) -> Reading:
+    def here(params: Params, forest: Forest, temperature: jax.Array, used: jax.Array) -> tuple[Reading, PerToken | None]:
         model = definition.bind(params, shards)
         first = shards.first_token(forest.tokens.shape[1])
         context = ForestContext(replace(forest.blocks, first=first, platform=shards.platform), model.dtype, shards)
-        hidden = model(jnp.asarray(forest.tokens), jnp.asarray(forest.positions), context)
+        tokens, positions = jnp.asarray(forest.tokens), jnp.asarray(forest.positions)
+        layers = jnp.arange(definition.config.num_layers)
+        hidden, _, routed = _scan(model, tokens, positions, layers, lambda layer: (context, layer), forest.routes)
         read = forest.read if first is None else forest.read - first
         at_parent = jnp.take_along_axis(hidden, read[..., None], axis=1)
-        return _read(model, readout, at_parent, jnp.asarray(forest.target), temperature, used)
+        return _read(model, readout, at_parent, jnp.asarray(forest.target), temperature, used), routed
 
     rows = shards.spec("B", "T")
-    places = shards.weight_specs(definition.weights), forest_specs(shards), PartitionSpec(), rows
-    out = shards.run(here, places, Reading(rows, rows))(params, forest, temperature, used)
-    return Reading(*(jnp.where(forest.mask, jnp.take(x.reshape(B * T), forest.index), 0.0) for x in out))
+    places = shards.weight_specs(definition.weights), forest_specs(shards, forest.routes), PartitionSpec(), rows
+    outs = Reading(rows, rows), per_token_specs(forest.routes, rows, PartitionSpec())
+    reading, routed = shards.run(here, places, outs)(params, forest, temperature, used)
+    out, entropy = (
+        jnp.where(forest.mask, jnp.take(x.reshape(B * T), forest.index), 0.0) for x in (reading.out, reading.entropy)
+    )
+    return Reading(out, entropy, add_tokens(routed, forest.routes))
 
 
-def forest_specs(shards: Shards) -> Forest:
-    """How the devices of a mesh share a forest."""
+def _scan(
+    model: Transformer, tokens: jax.Array, positions: jax.Array, scanned: Any, context_of: Callable, routes: Routes | None
+) -> tuple[jax.Array, Any, PerToken | None]:
+    """`model.scan` with the experts of `routes`, and what became of each token."""
+    replay, load = (None, None) if routes is None else (jnp.asarray(routes.rows), routes.load)
+    hidden, new, routing = model.scan(tokens, positions, scanned, context_of, replay, load)
+    if routes is None:
+        return hidden, new, None
+    assert routing is not None and model.config.moe is not None
+    return hidden, new, per_token(routing, routes, model.config.moe, model.shards)
+
+
+def forest_specs(shards: Shards, routes: Routes | None) -> Forest:
+    """How the devices of a mesh share a forest that has such routes."""
     rows, whole, nothing = shards.spec("B", "T"), shards.spec("B"), PartitionSpec()
     blocks = ForestBlocks(end=whole, query=rows, key=rows)
-    return Forest(tokens=rows, positions=rows, blocks=blocks, read=rows, target=rows, index=nothing, mask=nothing)
+    if routes is not None:
+        routes = Routes(rows=rows, weight=rows, total=nothing, load=None if routes.load is None else nothing)
+    return Forest(
+        tokens=rows, positions=rows, blocks=blocks, read=rows, target=rows, index=nothing, mask=nothing, routes=routes
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -96,6 +122,7 @@ class SegmentArrays:
     """int32 [R]"""
     used: Array
     """bool [R]"""
+    routes: Routes | None = None
 
 
 def read_segment(
@@ -117,8 +144,9 @@ def read_segment(
     nothing, buffer = PartitionSpec(), shards.spec(None, None, "kv_heads", None)
     places = shards.weight_specs(definition.weights), buffer, buffer, nothing, nothing
     here = partial(_read_segment, definition, readout, shards)
-    out = Reading(nothing, nothing), (buffer, buffer)
-    return shards.run(here, places, out)(params, keys, values, segment, temperature)
+    outs = Reading(nothing, nothing), (buffer, buffer), per_token_specs(segment.routes, nothing, nothing)
+    reading, new, routed = shards.run(here, places, outs)(params, keys, values, segment, temperature)
+    return reading._replace(routed=add_tokens(routed, segment.routes)), new
 
 
 def _read_segment(
@@ -130,18 +158,21 @@ def _read_segment(
     values: jax.Array,
     segment: SegmentArrays,
     temperature: jax.Array,
-) -> tuple[Reading, tuple[jax.Array, jax.Array]]:
+) -> tuple[Reading, tuple[jax.Array, jax.Array], PerToken | None]:
     model = definition.bind(params, shards)
     start, count = jnp.asarray(segment.start), jnp.asarray(segment.count)
     tokens = jnp.asarray(segment.tokens)
     wide = tuple(x.astype(accumulator(definition.dtype)) for x in (keys, values))
-    hidden, new, _ = model.scan(
+    hidden, new, routed = _scan(
+        model,
         tokens,
         start + jnp.arange(tokens.shape[0], dtype=jnp.int32),
         wide,
         lambda mine: (PathContext(mine[0], mine[1], start, count, definition.dtype), 0),
+        segment.routes,
     )
     at_parent = jnp.take(hidden, jnp.asarray(segment.read), axis=0)[None]
     target, used = jnp.asarray(segment.target)[None], jnp.asarray(segment.used)[None]
     reading = _read(model, readout, at_parent, target, temperature, used)
-    return Reading(*(jnp.where(used[0], x[0], 0.0) for x in reading)), new
+    out, entropy = (jnp.where(used[0], x[0], 0.0) for x in (reading.out, reading.entropy))
+    return Reading(out, entropy), new, routed

@@ -83,14 +83,17 @@ def _histogram(gap: Array, bucket: Array, weights: Array) -> Array:
 
 
 def add_up(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums over shares, in float64; names that begin with max_ (also below lag/) take the largest, min_ the smallest."""
+    """Sums over shares, in float64; names that begin with max_ (also below lag/) take the largest, min_ the smallest.
+
+    Passes of a step may each have names of their own.
+    """
 
     def one(name: str) -> Any:
-        values = [np.asarray(share[name], np.float64) for share in shares]
+        values = [np.asarray(share[name], np.float64) for share in shares if name in share]
         kind = name.removeprefix("lag/")[:4]
         return np.max(values, 0) if kind == "max_" else np.min(values, 0) if kind == "min_" else sum(values)
 
-    return {name: one(name) for name in shares[0]}
+    return {name: one(name) for name in dict.fromkeys(name for share in shares for name in share)}
 
 
 def finish(sums: Mapping[str, Any]) -> dict[str, float]:
@@ -101,11 +104,15 @@ def finish(sums: Mapping[str, Any]) -> dict[str, float]:
         chi2                mean rho^2 less 1
         abs_gap_p99         upper end of the histogram's bin in which the 99th percentile of |log rho| is
         lag_mean, lag_max   of tokens, in versions
+        router/...          of original tokens with a row, below; router/loss is part of loss
         explained_variance  of a critic: 1 - Var(return - value) / Var(return); not there if all returns are equal
 
     The mismatch of the tokens of one lag is under lag_0/, lag_1/, lag_2-3/, lag_4+/; a bucket without tokens is not there.
     """
-    result = _means({name: value for name, value in sums.items() if not name.startswith("lag/")})
+    result = _means({name: value for name, value in sums.items() if not name.startswith(("lag/", "router/"))})
+    if "router/tokens" in sums:
+        result |= _router_means(sums)
+        result["loss"] += result.get("router/loss", 0.0)
     by_lag = {name.removeprefix("lag/"): value for name, value in sums.items() if name.startswith("lag/")}
     for number, bucket in enumerate(BUCKETS if by_lag else ()):
         if by_lag["tokens"][number] > 0:
@@ -139,6 +146,17 @@ def _means(sums: Mapping[str, Any]) -> dict[str, float]:
         if variance > 0:
             result["explained_variance"] = 1 - unexplained / variance
     return result
+
+
+def _router_means(sums: Mapping[str, Any]) -> dict[str, float]:
+    """mismatch: share of (token, layer) whose own experts are others than were replayed; mismatch_tokens: of tokens with any;
+    max_load: an expert's share of its layer's assignments, times E, the largest; balance and z: what the losses are made of."""
+    tokens, load = max(1.0, float(sums["router/tokens"])), np.asarray(sums["router/load"])
+    result = {"router/max_load": float((load / np.maximum(load.sum(1, keepdims=True), 1)).max() * load.shape[1])}
+    for name in ("mismatch", "mismatch_tokens", "balance", "z"):
+        if (name := f"router/{name}") in sums:
+            result[name] = float(sums[name]) / tokens
+    return result | ({"router/loss": float(sums["router/loss"])} if "router/loss" in sums else {})
 
 
 def _percentile(histogram: np.ndarray, share: float) -> float:

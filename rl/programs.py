@@ -15,14 +15,17 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.layers import accumulator
+from models.routes import not_recorded
 from models.transformer import Definition, Params
 from rl.batch import Totals, loss_batch
-from rl.forest import Branch, Forest, Layout
+from rl.branches import Branch
+from rl.forest import Forest, Layout
 from rl.forward import Reading, forest_specs, read_rows
 from rl.loss_batch import LossBatch
 from rl.losses import Readout
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
+from rl.routes import NO_OPTIONS, RouterConfig, Routes
 from rl.tries import plan
 from sharding.reshard import abstract
 from sharding.rules import Rules
@@ -55,7 +58,10 @@ class Programs:
         objectives: Mapping[str, Objective],
         mesh: Mesh,
         rules: Rules,
+        router: RouterConfig = NO_OPTIONS,
     ):
+        router.check(definition.config)
+        self.router = router
         self.shards = Shards.of(mesh, rules, definition.weights)
         ways = int(np.prod([mesh.shape[axis] for axis in self.shards.rows]))
         if layout.rows % ways:
@@ -74,10 +80,6 @@ class Programs:
         self.accum = accumulator(definition.dtype)
         self.shardings = rules.shardings(mesh, definition.weights)
         self.replicated = NamedSharding(mesh, PartitionSpec())
-        specs = forest_specs(self.shards)
-        self._forest_shardings: Forest = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
-        )
         self.grad_shardings = {name: self.shardings[name] for name in self.trained}
         like = abstract({name: definition.weights[name] for name in self.trained}, self.accum, self.shardings)
         self._optimizer_shardings = optax.tree_map_params(
@@ -108,7 +110,9 @@ class Programs:
 
         def share(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
             reading = self.score({**params, **trained}, forest, temperature)
-            return self.objectives[loss](reading.out, batch, entropy=reading.entropy)
+            value, sums = self.objectives[loss](reading.out, batch, entropy=reading.entropy)
+            routers, router_sums = self.routers(reading, forest.routes)
+            return value if routers is None else value + routers, {**sums, **router_sums}
 
         new, sums = jax.grad(share, has_aux=True)({name: params[name] for name in self.trained})
         return {name: grads[name] + new[name] for name in new}, sums
@@ -116,6 +120,13 @@ class Programs:
     def score(self, params: Params, forest: Forest, temperature: jax.Array) -> Reading:
         """Readings of one micro-batch, `[S, L]`."""
         return read_rows(self.definition, params, forest, jnp.asarray(temperature), self.readout, self.shards)
+
+    def routers(self, reading: Reading, routes: Routes | None) -> tuple[jax.Array | None, dict[str, jax.Array]]:
+        """This share of the routers' loss, and metric sums."""
+        if routes is None or reading.routed is None:
+            return None, {}
+        value = self.router.loss(reading.routed.sums, routes.total)
+        return value, reading.routed.sums | ({} if value is None else {"router/loss": value})
 
     def loss_grad(self, loss: str, reading: Reading, batch: LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Cotangent of each reading, and metric sums."""
@@ -125,15 +136,17 @@ class Programs:
 
         return jax.grad(share, has_aux=True)(jnp.asarray(reading.out))
 
-    def pull(self, params: Params, grads: Params, forest: Forest, temperature: jax.Array, out_grads: jax.Array) -> Params:
-        """`grads` with one micro-batch's added, given the cotangent of each of its readings."""
+    def pull(self, params: Params, grads: Params, forest: Forest, temperature: jax.Array, out_grads: jax.Array):
+        """`grads` with one micro-batch's added, given the cotangent of each of its readings; and the routers' metric sums."""
 
-        def forward(trained: Params) -> jax.Array:
-            return self.score({**params, **trained}, forest, temperature).out
+        def forward(trained: Params):
+            reading = self.score({**params, **trained}, forest, temperature)
+            routers, sums = self.routers(reading, forest.routes)
+            return (reading.out, routers), sums
 
-        _, transpose = jax.vjp(forward, {name: params[name] for name in self.trained})
-        [new] = transpose(jnp.asarray(out_grads))
-        return {name: grads[name] + new[name] for name in new}
+        (_, routers), transpose, sums = jax.vjp(forward, {name: params[name] for name in self.trained}, has_aux=True)
+        [new] = transpose((jnp.asarray(out_grads), jax.tree.map(jnp.ones_like, routers)))
+        return {name: grads[name] + new[name] for name in new}, sums
 
     def update(self, state: TrainState, grads: Params) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; a gradient that is not finite changes nothing (`grad_norm` tells)."""
@@ -161,8 +174,13 @@ class Programs:
         grads = {name: params[name] for name in self.trained}
         optimizer = jax.tree.map(like, jax.eval_shape(self.optimizer.init, grads), self._optimizer_shardings)
         state = TrainState(params, optimizer, jax.ShapeDtypeStruct((), np.int32, sharding=self.replicated))
-        one = plan([Branch(np.zeros(2, np.int32), np.array([False, True]))], replace(self.layout, path=0), 3)
-        forest = jax.tree.map(like, one.micro_batches[0].forest, self._forest_shardings)
+        model = self.definition.config
+        rows = None if model.moe is None else np.zeros_like(not_recorded(2, model))
+        one = plan([Branch(np.zeros(2, np.int32), np.array([False, True]), rows)], replace(self.layout, path=0), 3)
+        forest = one.micro_batches[0].forest
+        scored = jax.tree.map(like, forest, self.forest_shardings(forest))
+        forest = one.routed(self.router.of_step(one.routes, model)).micro_batches[0].forest
+        forest = jax.tree.map(like, forest, self.forest_shardings(forest))
         batch = jax.tree.map(like, loss_batch([], [], Totals({}, 0), self.layout, 0, self.objectives[loss].needs))
         temperature = like(np.float32(1))
         matrix = jax.ShapeDtypeStruct((self.layout.branches, self.layout.length), self.accum, sharding=self.replicated)
@@ -173,12 +191,12 @@ class Programs:
         both = (self.grad_shardings, self.replicated)
         traced = {
             loss: jit(partial(self.accumulate, loss), (1,), both).trace(params, grads, forest, batch, temperature),
-            "score": jit(self.score).trace(params, forest, temperature),
+            "score": jit(self.score).trace(params, scored, temperature),
             "update": jit(self.update, (0,), (self.state_shardings(), self.replicated)).trace(state, grads),
         }
         if two_passes:
             traced[f"{loss} of readings"] = jit(partial(self.loss_grad, loss)).trace(Reading(matrix, matrix), batch)
-            traced["pull"] = jit(self.pull, (1,), self.grad_shardings).trace(params, grads, forest, temperature, matrix)
+            traced["pull"] = jit(self.pull, (1,), both).trace(params, grads, forest, temperature, matrix)
         return traced
 
     def warm_up(self, loss: str, two_passes: bool) -> None:
@@ -199,6 +217,14 @@ class Programs:
         """On every device."""
         return jax.device_put(tree, self.replicated)
 
-    def put_forest(self, forest: Forest) -> Forest:
-        """Each row where it is computed."""
-        return jax.device_put(forest, self._forest_shardings)
+    def put_forest(self, forest: Forest, step: bool = False) -> Forest:
+        """Each row where it is computed; `step` says whether with what the routers' losses need."""
+        if forest.routes is not None and not step:
+            forest = replace(forest, routes=replace(forest.routes, load=None))
+        return jax.device_put(forest, self.forest_shardings(forest))
+
+    def forest_shardings(self, forest: Forest) -> Forest:
+        specs = forest_specs(self.shards, forest.routes)
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+        )

@@ -28,15 +28,16 @@ from jax.typing import DTypeLike
 from models.config import ModelConfig
 from models.flops import forward_flops, peak_flops_per_s
 from models.transformer import Definition, Params
-from rl.batch import Sample, Totals, loss_batch, on_tokens
+from rl.batch import Sample, Totals, branches_of, loss_batch, on_tokens
 from rl.depth_first import DepthFirst
-from rl.forest import Branch, Layout
+from rl.forest import Layout
 from rl.forward import Reading
 from rl.loss_batch import LossBatch
 from rl.measures import add_up, finish
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.programs import Programs, TrainState
+from rl.routes import NO_OPTIONS, RouterConfig
 from rl.tries import Plan, plan
 from sharding.rules import Rules
 
@@ -63,11 +64,12 @@ class Trainer:
         mesh: Mesh,
         rules: Rules,
         others: Mapping[str, Objective] | None = None,
+        router: RouterConfig = NO_OPTIONS,
     ):
         self.objectives = {objective.loss: objective, **(others or {})}
         self.loss, self.layout = objective.loss, layout
         self.definition = Definition(model, dtype, stacked=True, remat=remat, value_head=objective.readout == "value")
-        self.programs = Programs(self.definition, layout, optimizer, self.objectives, mesh, rules)
+        self.programs = Programs(self.definition, layout, optimizer, self.objectives, mesh, rules, router)
         self.walk = DepthFirst(self.programs, mesh) if layout.path else None
         self.state: TrainState = self.programs.init(masters)
         self.reference: Params | None = None
@@ -88,9 +90,9 @@ class Trainer:
         """Where each sample's tokens are computed.
 
         Raises:
-            ValueError: a sample does not fit the layout.
+            ValueError: a sample does not fit the layout, or its routing is not the model's.
         """
-        branches = [Branch(sample.ids, sample.weights > 0) for sample in samples]
+        branches = branches_of(samples, self.definition.config, self.programs.router)
         return plan(branches, self.layout, row_passes=3 if self.definition.remat == "none" else 4)
 
     def train(self, samples: Sequence[Sample], *, temperature: float = 1.0, loss: str | None = None) -> dict[str, float]:
@@ -142,13 +144,30 @@ class Trainer:
         """Gradients of the whole batch, and metric sums of its parts, all on the device."""
         whole = self.objectives[loss].joint and len(planned.micro_batches) > 1
         way = self._two_passes if planned.tries or whole else self._one_pass
-        return way(loss, samples, planned, self.programs.put(np.float32(temperature)))
+        at, router = self.programs.put(np.float32(temperature)), self.programs.router
+        if planned.routes and router.router_replay == "R2":
+            planned = self._own_routes(planned, at)
+        return way(loss, samples, planned.routed(router.of_step(planned.routes, self.definition.config)), at)
+
+    def _own_routes(self, planned: Plan, temperature: jax.Array) -> Plan:
+        """The plan with the experts that the policy chooses as it is now."""
+        params, readings = self.state.masters, []
+        for micro in planned.micro_batches:
+            readings.append(self.programs["score"](params, self.programs.put_forest(micro.forest), temperature))
+        for trie in planned.tries:
+            assert self.walk is not None
+            readings += self.walk.readings(params, trie, temperature)
+        chosen = jax.device_get([reading.routed.rows for reading in readings])
+        filled = []
+        for part, rows in zip(planned.routes, chosen, strict=True):
+            filled.append(replace(part, rows=rows[: part.rows.shape[0]]))  # a segment's padding is cut off
+        return planned.routed(filled)
 
     def _one_pass(self, loss: str, samples: Sequence[Sample], planned: Plan, temperature: jax.Array):
         grads, shares, totals = self.programs.zeros(), [], Totals.of(samples)
         for micro in planned.micro_batches:
             batch = self._batch(loss, samples, micro.order, totals)
-            forest = self.programs.put_forest(micro.forest)
+            forest = self.programs.put_forest(micro.forest, step=True)
             grads, sums = self.programs[loss](self.state.masters, grads, forest, batch, temperature)
             shares.append(sums)
         return grads, shares
@@ -156,17 +175,19 @@ class Trainer:
     def _two_passes(self, loss: str, samples: Sequence[Sample], planned: Plan, temperature: jax.Array):
         programs, params = self.programs, self.state.masters
         out_grads, shares = self._loss_of_readings(loss, samples, self._readings(samples, planned, params, temperature))
-        grads = programs.zeros()
+        grads, routers = programs.zeros(), []
         for micro in planned.micro_batches:
             matrix = programs.put(self._matrix([out_grads[n] for n in micro.order]))
-            grads = programs["pull"](params, grads, programs.put_forest(micro.forest), temperature, matrix)
+            grads, sums = programs["pull"](params, grads, programs.put_forest(micro.forest, step=True), temperature, matrix)
+            routers.append(sums)
         for trie in planned.tries:
             assert self.walk is not None
             entries = np.zeros(trie.num_entries, programs.accum)
             for number, index in zip(trie.order, trie.index, strict=True):
                 np.add.at(entries, index, out_grads[number])
-            grads = self.walk.pull(params, grads, trie, temperature, entries)
-        return grads, shares
+            grads, sums = self.walk.pull(params, grads, trie, temperature, entries)
+            routers += sums
+        return grads, shares + [sums for sums in routers if sums]
 
     def _loss_of_readings(self, loss: str, samples: Sequence[Sample], readings: Reading):
         """Of each sample the cotangent of each reading; and metric sums."""
@@ -176,7 +197,7 @@ class Trainer:
         out_grads, shares = [], []
         for first in range(0, len(samples), S):
             numbers = range(first, min(first + S, len(samples)))
-            matrices = Reading(*(self.programs.put(self._matrix([x[n] for n in numbers])) for x in readings))
+            matrices = Reading(*(self.programs.put(self._matrix([x[n] for n in numbers])) for x in readings[:2]))
             batch = self._batch(loss, samples, numbers, totals)
             cotangent, sums = self.programs[f"{loss} of readings"](matrices, batch)
             rows = zip(np.asarray(cotangent), numbers, strict=False)
@@ -207,19 +228,19 @@ class Trainer:
 
     def _readings(self, samples: Sequence[Sample], planned: Plan, params: Params, temperature: jax.Array) -> Any:
         """A Reading of lists: of each sample, what is read of its trained tokens."""
-        got = Reading(*([np.zeros(0)] * len(samples) for _ in Reading._fields))
+        got: Any = Reading([np.zeros(0)] * len(samples), [np.zeros(0)] * len(samples))
         running = [
             (micro.order, self.programs["score"](params, self.programs.put_forest(micro.forest), temperature))
             for micro in planned.micro_batches
         ]
         for order, reading in running:
-            for x, matrix in zip(got, jax.device_get(reading), strict=True):
+            for x, matrix in zip(got[:2], jax.device_get(reading[:2]), strict=True):
                 for row, number in enumerate(order):
                     x[number] = matrix[row, : len(samples[number].trained)]
         for trie in planned.tries:
             assert self.walk is not None
             reading = self.walk.score(params, trie, temperature)
-            for x, entries in zip(got, reading, strict=True):
+            for x, entries in zip(got[:2], reading[:2], strict=True):
                 for number, index in zip(trie.order, trie.index, strict=True):
                     x[number] = entries[index]
         return got

@@ -7,14 +7,16 @@ all of them. Segments stand in pre-order. Whoever walks them keeps the keys and 
 its places of the path buffer, which its elder siblings held before.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from models.path import QUERY_BLOCK
-from rl.forest import Branch, Layout, MicroBatch, PackStats, check_branch, pack, sort_branches
+from rl.branches import Branch, in_common, sort_branches
+from rl.forest import Layout, MicroBatch, PackStats, check_branch, pack
+from rl.routes import Routes
 
 SMALL_PREFIX = 8
 """tries are cut where neighbours share less than 1 / SMALL_PREFIX of a row: repeating so little costs less than a walk"""
@@ -42,6 +44,8 @@ class Segment:
     """entry of the trie that its first read is; the others follow"""
     size: int
     """T: least size of the table that has room for the tokens, and half of it for the reads"""
+    routes: Routes | None = None
+    """of its n tokens; of models with experts"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,23 @@ class Plan:
     tries: list[Trie]
     """walked depth first"""
     stats: PackStats
+
+    @property
+    def routes(self) -> list[Routes]:
+        """Of all rows and segments; empty for models without experts."""
+        segments = [segment.routes for trie in self.tries for segment in trie.segments]
+        return [each for each in (*(micro.forest.routes for micro in self.micro_batches), *segments) if each is not None]
+
+    def routed(self, routes: Iterable[Routes]) -> "Plan":
+        """The same with others, in the order of `routes`; without any, as it is."""
+        new = iter(routes)
+        if not self.routes:
+            return self
+        micro_batches = [replace(micro, forest=replace(micro.forest, routes=next(new))) for micro in self.micro_batches]
+        tries = [
+            replace(trie, segments=[replace(segment, routes=next(new)) for segment in trie.segments]) for trie in self.tries
+        ]
+        return replace(self, micro_batches=micro_batches, tries=tries)
 
 
 def segment_sizes(layout: Layout) -> tuple[int, ...]:
@@ -119,14 +140,8 @@ def plan(branches: Sequence[Branch], layout: Layout, row_passes: int) -> Plan:
 
 
 def shared_lengths(branches: Sequence[Branch], order: Sequence[int]) -> list[int]:
-    """Of each branch in order: how many ids it begins with that its predecessor begins with too (0 for the first)."""
-    lengths = [0] * min(1, len(order))
-    for before, after in pairwise(order):
-        a, b = branches[before].ids, branches[after].ids
-        n = min(len(a), len(b))
-        differ = np.nonzero(a[:n] != b[:n])[0]
-        lengths.append(int(differ[0]) if len(differ) else n)
-    return lengths
+    """Of each branch in order: how many tokens it begins with that its predecessor begins with too (0 for the first)."""
+    return [0] * min(1, len(order)) + [in_common(branches[before], branches[after]) for before, after in pairwise(order)]
 
 
 def _runs(branches: Sequence[Branch], order: list[int], layout: Layout) -> list[list[int]]:
@@ -164,6 +179,7 @@ def _walk(branches: Sequence[Branch], run: list[int], layout: Layout, cost: int,
 def make_trie(branches: Sequence[Branch], order: Sequence[int], layout: Layout) -> Trie:
     """The trie of sorted branches, cut into segments."""
     tokens, depth, parent, places = _unrolled(branches, order)
+    routes = _routes(branches, order, places, len(tokens))
     trained = np.zeros(len(tokens), bool)
     for number, path in zip(order, places, strict=True):
         trained[path[branches[number].mask]] = True
@@ -192,6 +208,7 @@ def make_trie(branches: Sequence[Branch], order: Sequence[int], layout: Layout) 
                 target=tokens[wanted[first:last]],
                 first_entry=int(first),
                 size=next(fitting),
+                routes=replace(routes, rows=routes.rows[begin:end], weight=routes.weight[begin:end]) if routes else None,
             )
         )
     index = [entry[path[branches[number].mask]] for number, path in zip(order, places, strict=True)]
@@ -214,6 +231,17 @@ def _unrolled(branches: Sequence[Branch], order: Sequence[int]):
             tokens.append(token)
         places.append(np.asarray(path))
     return np.asarray(tokens, np.int32), np.asarray(depth), np.asarray(parent), places
+
+
+def _routes(branches: Sequence[Branch], order: Sequence[int], places: list[np.ndarray], count: int) -> Routes | None:
+    """Of all tokens of a trie."""
+    if (like := branches[order[0]].routing) is None:
+        return None
+    routes = Routes.empty((count,), like)
+    for number, path in zip(order, places, strict=True):
+        routes.rows[path] = branches[number].routing
+        routes.weight[path[:-1]] += 1
+    return routes
 
 
 def _begins(parent: np.ndarray, children: np.ndarray, sizes: Sequence[int]) -> list[int]:

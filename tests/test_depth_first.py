@@ -18,8 +18,9 @@ from models.compiles import CompileCounter
 from models.config import ModelConfig
 from models.transformer import Definition
 from rl.batch import Sample, Totals, loss_batch
+from rl.branches import Branch, sort_branches
 from rl.depth_first import contexts, walk
-from rl.forest import Branch, Layout, sort_branches
+from rl.forest import Layout
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.trainer import Trainer

@@ -25,7 +25,8 @@ from inference.types import Completion, FinishReason, Request, SamplingParams
 from models.config import ModelConfig
 from models.tokenizer import ByteTokenizer
 from models.transformer import Definition
-from rl.forest import Branch, Layout, pack
+from rl.branches import Branch
+from rl.forest import Layout, pack
 from rl.forward import read_rows
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard

@@ -18,7 +18,8 @@ from models.attention import KEY_BLOCK, ForestContext
 from models.config import ModelConfig
 from models.logprobs import token_log_probs
 from models.transformer import Definition, describe
-from rl.forest import Branch, Layout, MicroBatch, pack
+from rl.branches import Branch
+from rl.forest import Layout, MicroBatch, pack
 
 VOCAB = 12
 

@@ -13,10 +13,11 @@ import pytest
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.types import Completion, Request, SamplingParams
-from models.config import read_config
 from models.hf import load_hf
+from models.hf_config import read_config
 from models.transformer import Definition, describe
-from rl.forest import Branch, Layout, pack
+from rl.branches import Branch
+from rl.forest import Layout, pack
 from rl.forward import read_rows
 from sharding.mesh import make_mesh
 from sharding.reshard import reshard

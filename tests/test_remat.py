@@ -10,7 +10,8 @@ import numpy as np
 from models.config import ModelConfig
 from models.transformer import REMAT, Definition
 from rl.batch import Sample, Totals, loss_batch
-from rl.forest import Branch, Layout, pack
+from rl.branches import Branch
+from rl.forest import Layout, pack
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.programs import Programs

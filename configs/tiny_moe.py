@@ -1,0 +1,25 @@
+"""A tiny random mixture of experts learns one-digit sums' shape, with the sampler's routing replayed by the trainer (R3).
+
+python -m launch.train --config configs/tiny_moe.py
+"""
+
+from ml_collections import ConfigDict
+
+from configs import tiny
+
+
+def get_config() -> ConfigDict:
+    config = tiny.get_config()
+    config.name = "tiny_moe"
+    config.model.update(
+        {
+            "shape": {
+                "family": "qwen3_moe",
+                "tied_head": False,
+                "moe": {"num_experts": 8, "experts_per_token": 2, "ffn_dim": 64},
+            }
+        }
+    )
+    del config.engine.rules["ffn"], config.trainer.rules["ffn"]  # experts have one of their own
+    config.trainer.update({"router_replay": "R3", "z_coef": 1e-4})
+    return config
