@@ -287,7 +287,7 @@ class MoE(nnx.Module):
 
     def _shared(self, x: jax.Array) -> jax.Array:
         gate, up = dots("td,df->tf", x, (self.shared_gate[...], self.shared_up[...]), self.dtype)
-        hidden = gated(gate, up, self.dtype)
+        hidden: jax.Array = gated(gate, up, self.dtype)  # pyright: ignore[reportAssignmentType]
         if self.config.shared_gate:
             hidden = hidden * jax.nn.sigmoid(self._logits(x, self.shared_router))
         return dot("tf,fd->td", hidden, self.shared_down[...], self.dtype)
