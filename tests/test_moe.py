@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from models.config import ModelConfig, MoEConfig
 from models.grouped import grouped
-from models.moe import gates_of, select
+from models.router import gates_of, select
 from models.transformer import ALONE, Block, describe
 from sharding.mesh import make_mesh
 from sharding.rules import Rules
