@@ -74,7 +74,7 @@ def samples_of(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list
             logprobs=branch.logprobs,
             advantages=branch.advantages,
             versions=branch.versions,
-            routing=getattr(branch, "routing", None),
+            routing=branch.routing,
             episode=number,
         )
         for number, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True))

@@ -568,7 +568,7 @@ def test_experts_on_several_devices_are_those_of_one(report: Callable[[str], Non
     source, target = (Definition(model, jnp.float32, stacked=stacked).weights for stacked in (True, False))
     trained = Rules({"experts": "expert"}).shardings(make_mesh({"expert": 2}, jax.devices()[:2]), source)
     given = np.argsort(np.random.default_rng(0).random((19, 2, 15)), axis=-1)[..., :K].astype(np.uint8)
-    asked = [request(str(n), np.arange(20 + n) * (3 + n) % 64, 8, temperature=0) for n in range(3)]
+    asked = [request(str(n), [i * (3 + n) % 64 for i in range(20 + n)], 8, temperature=0) for n in range(3)]
     asked += [request("given", range(20), 8, given, temperature=0)]
     results = {}
     for name, (axes, rules) in MESHES.items():
