@@ -182,7 +182,7 @@ def assert_known(c: Completion, submitted: int) -> None:
 SCHEDULE = st.fixed_dictionaries(
     {
         "num_pages": st.integers(17, 40),
-        "tokens_per_step": st.sampled_from([8, 9, 13, 16, 64]),
+        "tokens_per_step": st.sampled_from([1, 3, 8, 13, 16, 64]),
         "max_slots": st.integers(1, 8),
         "decode_steps": st.integers(1, 8),
         "preempt_every": st.none() | st.integers(2, 9),
@@ -269,7 +269,9 @@ class Talks:
 
 def run_talks(limits: dict[str, Any], talks: list[dict[str, Any]], params: Callable[[int], Any], most: int) -> Talks:
     names = ("num_pages", "tokens_per_step", "max_slots", "decode_steps")
-    all_talks = Talks(make_engine(params, **{name: limits[name] for name in names}), talks)
+    sizes = {name: limits[name] for name in names}
+    sizes["max_slots"] = min(sizes["max_slots"], sizes["tokens_per_step"])
+    all_talks = Talks(make_engine(params, **sizes), talks)
     all_talks.run(limits, params, most)
     return all_talks
 
