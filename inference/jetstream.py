@@ -37,8 +37,8 @@ from inference.engine import Engine
 from inference.text import token_text
 from inference.types import Request, SamplingParams
 from models.attention import KEY_BLOCK
-from models.config import read_config
 from models.hf import load_hf, resolve
+from models.hf_config import read_config
 from models.tokenizer import Tokenizer
 from models.transformer import describe
 from sharding.mesh import make_mesh

@@ -57,7 +57,7 @@ class Sequence:
     routed: int = 0
     """tokens of whom the store has a row that was read"""
     origin: int | None = None
-    """version that made all of `known` by itself; None if there are several, or it came with the request"""
+    """version at which its first token was computed; None if its first rows came with the request"""
     marks: list[int] | None = None
     """its first tokens with `known`, as keys of the prefix tree"""
     path: list[int] = field(default_factory=list)
@@ -318,8 +318,6 @@ class Scheduler:
             sequence.known, sequence.marks, sequence.routed = merged(sequence.known, rows), None, 0
         for page in sequence.pages:
             self.pool.drop(page)
-        if sequence.private:
-            sequence.origin = None
         sequence.pages, sequence.computed, sequence.slot, sequence.private = [], 0, -1, False
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:

@@ -21,11 +21,13 @@ from inference.memory import amount, plan
 from inference.runner import Runner
 from launch.hlo import collectives, moved, product_flops
 from launch.platforms import engine_config, model_shape, run_config
+from models.flops import layer_weights
 from models.transformer import Definition
 from rl.build import pick
 from rl.config import RunConfig
 from rl.optimizer import OptimizerConfig
 from rl.programs import Programs
+from rl.routes import RouterConfig
 from rl.run import layout_of
 from sharding.mesh import make_mesh
 from sharding.rules import Rules
@@ -94,7 +96,8 @@ def engine(config: RunConfig, tensor: int, devices: list[Any]) -> dict[str, Any]
 
 def train(config: RunConfig, devices: list[Any]) -> dict[str, Any]:
     """The step that `trainer` describes. `product_flops` are of its weight products, in all layers: attention, whose loops are
-    as long as the rows of the day, is not in them. `model_flops` are 6 x parameters x tokens (Kaplan et al., 2001.08361)."""
+    as long as the rows of the day, is not in them. `model_flops` are 6 x parameters that a token passes x tokens (Kaplan
+    et al., 2001.08361)."""
     section, layout = config.trainer, layout_of(config)
     model = model_shape(config.model.source, config.model.shape)
     objective = section.objective()
@@ -103,9 +106,10 @@ def train(config: RunConfig, devices: list[Any]) -> dict[str, Any]:
     )
     optimizer = pick(OptimizerConfig, section)
     mesh, rules = make_mesh(section.mesh, devices), Rules(dict(section.rules))
-    programs = Programs(definition, layout, optimizer, {section.loss: objective}, mesh, rules)
+    router = pick(RouterConfig, section)
+    programs = Programs(definition, layout, optimizer, {section.loss: objective}, mesh, rules, router)
     traced = programs.trace(section.loss, two_passes=False)
-    weights = sum(weight.size for name, weight in definition.weights.items() if name != "embed" or model.tied_head)
+    weights = layer_weights(model) + model.model_dim * model.vocab_size
     result = {"gradients": compiled("gradients", traced[section.loss].lower, "trainer.tokens_per_row")}
     result["gradients"] |= {
         "product_flops": product_flops(traced[section.loss].jaxpr),

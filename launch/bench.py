@@ -8,6 +8,8 @@ train  one training step, next to what the machine could do (launch/training.py)
        [--model DIR] [--against transformers] [--scale small]
 tree   training on a trie next to training on its branches without sharing (launch/tree.py)
        [--scale small]
+r3     routing replay on a small mixture of experts: what it mends, and what recording costs (launch/r3.py)
+       [--scale small] [--plot FILE]
 kv     bytes of keys and values (launch/platforms.py)
        [--model NAME_OR_DIR | --config FILE] [--batch 64] [--context 32768]
 aot    the engine's programs, or the training step, compiled for a TPU topology, without a TPU (launch/aot.py)
@@ -23,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch import aot, platforms, serving, training, tree
+from launch import aot, platforms, r3, serving, training, tree
 from launch.cli import Parser, read_config, run_main, set_up_jax, use_huge_pages
 from rl.config import RunConfig, build
 from rl.files import Records
@@ -93,10 +95,11 @@ def main() -> None:
     command.add_argument("--config", default="configs/tiny.py")
     command.add_argument("--steps", type=int, default=3)
     benchmarks: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop}
-    benchmarks |= {"serve": serving.serve, "train": training.train, "tree": tree.tree}
+    benchmarks |= {"serve": serving.serve, "train": training.train, "tree": tree.tree, "r3": r3.r3}
     serving.add_arguments(names.add_parser("serve"))
     training.add_arguments(names.add_parser("train"))
     tree.add_arguments(names.add_parser("tree"))
+    r3.add_arguments(names.add_parser("r3"))
     benchmarks |= platforms.add_commands(names) | aot.add_commands(names)
     for each in names.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on the last line")

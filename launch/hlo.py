@@ -3,13 +3,13 @@
     for each in collectives(compiled.as_text()):
         each.kind, each.times, each.bytes        "all-gather", 36, 33554432
 
-Loops are counted as often as the compiler knows that they run (`times`), each branch of a conditional as if it were taken.
+Loops are counted as often as the compiler knows that they run (`times`), and all branches of a conditional, which says so.
 """
 
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -35,6 +35,8 @@ class Collective:
     times: int
     """how often it runs; loops of unknown length count once"""
     computation: str
+    conditional: bool = False
+    """it is in a branch, and may not run"""
 
 
 def _arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -103,33 +105,34 @@ def collectives(text: str) -> list[Collective]:
     if not entry:
         raise ValueError("collectives: no ENTRY computation; give the text of a compiled program, compiled.as_text()")
 
-    def walk(name: str, times: int) -> Iterator[Collective]:
+    def walk(name: str, times: int, conditional: bool) -> Iterator[Collective]:
         for result, operation, rest in found.get(name, ()):
             kind = operation.removesuffix("-start")
             if kind in KINDS:
-                yield _collective(kind, operation, result, rest, times, name)
+                yield replace(_collective(kind, operation, result, rest, times, name), conditional=conditional)
                 continue
             inner = times * _trips(rest, found) if operation == "while" else times
             called = _CALLED.findall(rest) + [n.strip(" %") for part in _BRANCHES.findall(rest) for n in part.split(",")]
             for each in called:
-                yield from walk(each, inner)
+                yield from walk(each, inner, conditional or operation == "conditional")
 
-    return list(walk(entry, 1))
+    return list(walk(entry, 1, False))
 
 
 def moved(found: list[Collective]) -> dict[str, dict[str, int]]:
-    """Of each kind: how many run, and their bytes on one device."""
+    """Of each kind: how many run, and their bytes on one device; those in branches apart."""
     result: dict[str, dict[str, int]] = {}
     for each in found:
-        kind = result.setdefault(each.kind, {"count": 0, "bytes": 0})
+        name = f"{each.kind}, conditional" if each.conditional else each.kind
+        kind = result.setdefault(name, {"count": 0, "bytes": 0})
         kind["count"] += each.times
         kind["bytes"] += each.times * each.bytes
     return dict(sorted(result.items()))
 
 
 def product_flops(jaxpr: Any) -> int:
-    """FLOPs of the products of a traced program: on one device of a `shard_map`, of every pass of a scan, of the dearer
-    branch of a conditional. Loops of unknown length are left out."""
+    """FLOPs of the products of a traced program: on one device of a `shard_map`, of every pass of a scan, of the
+    cheaper branch of a conditional. Loops of unknown length are left out."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return sum(_flops(eqn) for eqn in inner.eqns)
 
@@ -140,10 +143,13 @@ def _flops(eqn: Any) -> int:
         (contracted, _), _ = params["dimension_numbers"]
         left = eqn.invars[0].aval.shape
         return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    if name == "ragged_dot_general":  # every row of its left operand, whether it belongs to an expert or not
+        left, right = (operand.aval.shape for operand in eqn.invars[:2])
+        return 2 * math.prod(left) * right[-1]
     if name == "while":
         return 0
     if name == "cond":
-        return max(product_flops(branch) for branch in params["branches"])
+        return min(product_flops(branch) for branch in params["branches"])
     times = params["length"] if name == "scan" else 1
     called = (params.get(key) for key in ("jaxpr", "call_jaxpr"))
     return times * sum(product_flops(each) for each in called if each is not None)

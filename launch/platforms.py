@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, AxisType
 from inference.config import EngineConfig
 from inference.memory import amount, plan, token_bytes
 from launch.cli import read_config
-from models.config import ModelConfig
-from models.config import read_config as read_model
+from models.config import ModelConfig, MoEConfig
 from models.hf import resolve
+from models.hf_config import read_config as read_model
 from rl.build import build, pick
 from rl.config import RunConfig
 from sharding.rules import Rules
@@ -47,6 +47,11 @@ SHAPES = {
     "llama-3-70b": ModelConfig(**_LLAMA3, **_sizes(8192, 28672, 80, 64, 8)),
     "qwen3-0.6b": ModelConfig(**_QWEN3, **_sizes(1024, 3072, 28, 16, 8), tied_head=True),
     "qwen3-8b": ModelConfig(**_QWEN3, **_sizes(4096, 12288, 36, 32, 8)),
+    "qwen3-30b-a3b": ModelConfig(
+        **_QWEN3 | {"family": "qwen3_moe"},
+        **_sizes(2048, 6144, 48, 32, 4),
+        moe=MoEConfig(num_experts=128, experts_per_token=8, ffn_dim=768),
+    ),
     "qwen3-32b": ModelConfig(**_QWEN3, **_sizes(5120, 25600, 64, 64, 8)),
 }
 """models whose shape is known without their files; names as on the hub, in lower case and without the owner"""

@@ -32,8 +32,8 @@ from inference.front import AsyncEngine
 from inference.protocol import Limits
 from launch.cli import Parser, read_config, run_main, set_up_jax
 from models.attention import KEY_BLOCK
-from models.config import read_config as read_model_config
 from models.hf import load_hf, resolve
+from models.hf_config import read_config as read_model_config
 from models.tokenizer import Tokenizer
 from models.transformer import describe
 from rl.build import pick

@@ -29,9 +29,10 @@ from launch.peers import PEERS, check_installed, run_peer
 from launch.quiet import Others, warn
 from models.attention import KEY_BLOCK
 from models.compiles import CompileCounter
-from models.config import ModelConfig, read_config
+from models.config import ModelConfig
 from models.flops import forward_flops
 from models.hf import load_hf, resolve
+from models.hf_config import read_config
 from models.layers import dot
 from models.transformer import Definition, describe
 from sharding.mesh import make_mesh

@@ -19,9 +19,10 @@ from launch.peers import LEARNING_RATE, PEERS, check_installed, run_peer
 from launch.quiet import Others, peak_bytes, warn
 from launch.serving import DTYPE, best_flops_per_s
 from models.compiles import CompileCounter
-from models.config import ModelConfig, read_config
+from models.config import ModelConfig
 from models.flops import forward_flops
 from models.hf import load_hf, resolve
+from models.hf_config import read_config
 from models.transformer import describe
 from rl.batch import Sample
 from rl.forest import Layout

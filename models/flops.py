@@ -25,15 +25,20 @@ def forward_flops(model: ModelConfig, tokens: int, keys: int, logits: int) -> fl
         keys: that these tokens see, in sum.
         logits: tokens whose logits are computed.
     """
-    used = model.moe.experts_per_token / model.moe.num_experts if model.moe else 1
-    layers = sum(
-        w.size * (used if "experts" in w.dims else 1)
-        for name, w in describe(model).items()
-        if name.startswith("blocks.") and len(w.shape) > 2
-    )
+    layers = layer_weights(model)
     # of one query and one key: a score, and a value's part in the sum
     attention = 2 * model.num_layers * model.num_heads * model.head_dim
     return 2.0 * (layers * tokens + attention * keys + model.model_dim * model.vocab_size * logits)
+
+
+def layer_weights(model: ModelConfig) -> int:
+    """Weights of the layers' matrices that a token passes: of the experts its own, and the shared one."""
+    total = 0
+    for name, weight in describe(model).items():
+        if name.startswith("blocks.") and "embed" in weight.dims:
+            share = (model.moe.experts_per_token, model.moe.num_experts) if model.moe and "experts" in weight.dims else (1, 1)
+            total += weight.size * share[0] // share[1]
+    return total
 
 
 def peak_flops_per_s(device: jax.Device) -> float | None:

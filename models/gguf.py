@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from models.config import ModelConfig
 from models.hf import check_free, new_directory, write_json, write_safetensors
+from models.hf_config import to_hf
 
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -81,7 +82,7 @@ def convert_gguf(source: Path, dest: Path) -> None:
     tokenizer = _tokenizer(meta, tokens, kinds)
     tensors = _tensors(gguf, source, reader, config)
     with new_directory(dest) as temporary:
-        write_json(temporary / "config.json", config.to_hf() | {"torch_dtype": "bfloat16"})
+        write_json(temporary / "config.json", to_hf(config) | {"torch_dtype": "bfloat16"})
         tokenizer.save(str(temporary / "tokenizer.json"))
         write_json(temporary / "tokenizer_config.json", _tokenizer_config(meta, tokens, config))
         ids = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids), "pad_token_id": config.pad_id}

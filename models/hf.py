@@ -1,15 +1,14 @@
-"""Llama and Qwen3 checkpoints in Hugging Face's layout: one name table, read and written.
-
-Legend: L layers, D model, H query heads, K kv heads, h head dim, F ffn, V vocab.
-"""
+"""Checkpoints in Hugging Face's layout, in and out. `hf_names` says which tensors they have."""
 
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from models.config import ModelConfig, read_json
+from models.config import ModelConfig
+from models.hf_config import read_json, to_hf
+from models.hf_names import NAMES, Params, Tensor, expected, make, manifest, take
 from models.transformer import describe
-
-Params = dict[str, np.ndarray]
-
-NAMES: dict[str, tuple[str, int]] = {
-    "embed": ("model.embed_tokens.weight", 0),
-    "blocks.attn_norm": ("model.layers.{}.input_layernorm.weight", 0),
-    "blocks.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", 0),
-    "blocks.q": ("model.layers.{}.self_attn.q_proj.weight", 1),
-    "blocks.k": ("model.layers.{}.self_attn.k_proj.weight", 1),
-    "blocks.v": ("model.layers.{}.self_attn.v_proj.weight", 1),
-    "blocks.o": ("model.layers.{}.self_attn.o_proj.weight", 2),
-    "blocks.q_norm": ("model.layers.{}.self_attn.q_norm.weight", 0),
-    "blocks.k_norm": ("model.layers.{}.self_attn.k_norm.weight", 0),
-    "blocks.gate": ("model.layers.{}.mlp.gate_proj.weight", 1),
-    "blocks.up": ("model.layers.{}.mlp.up_proj.weight", 1),
-    "blocks.down": ("model.layers.{}.mlp.down_proj.weight", 1),
-    "norm": ("model.norm.weight", 0),
-    "head": ("lm_head.weight", 1),
-}
-"""Our name -> (Hugging Face's, number of leading dims that are inputs). A linear layer is [in..., out...] here and a
-flattened [out, in] there; 0 stands for an array that is the same in both."""
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 TOKENIZER_FILES = (
@@ -58,19 +38,6 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 _INDEX = "model.safetensors.index.json"
 
 
-def manifest(config: ModelConfig) -> dict[str, tuple[str, int | None, tuple[int, ...]]]:
-    """Hugging Face name -> (our name, layer or None, its shape there) of every tensor of a checkpoint."""
-    tensors: dict[str, tuple[str, int | None, tuple[int, ...]]] = {}
-    for name, weight in describe(config).items():
-        template, num_in = NAMES[name]
-        layers = range(weight.shape[0]) if name.startswith("blocks.") else [None]
-        shape = weight.shape[1:] if name.startswith("blocks.") else weight.shape
-        if num_in:
-            shape = (int(np.prod(shape[num_in:])), int(np.prod(shape[:num_in])))
-        tensors |= {template.format(layer): (name, layer, shape) for layer in layers}
-    return tensors
-
-
 def load_hf(directory: Path, config: ModelConfig, dtype: np.typing.DTypeLike = np.float32) -> Params:
     """Reads a checkpoint into the canonical tree, blocks stacked on a leading layer dim.
 
@@ -80,22 +47,26 @@ def load_hf(directory: Path, config: ModelConfig, dtype: np.typing.DTypeLike = n
     Raises:
         ValueError: files or tensors are missing, unreadable, misshaped or unknown; all of them are named at once.
     """
-    expected = manifest(config)
+    weights = describe(config)
     params: Params = {}
     with ExitStack() as stack:
         tensors, where, problems = _open(directory, stack)
+        wanted, unfused = expected(config, tensors.keys() | where.keys()), manifest(config)
         tied_head = tensors.pop("lm_head.weight", None) if config.tied_head else None
-        for name, (_, _, shape) in expected.items():
+        for name, tensor in wanted.items():
             if name not in tensors and where.get(name, "model.safetensors") not in problems:
-                problems[name] = f"{where.get(name, 'checkpoint')}: {name} is missing, expected shape {shape}"
+                problems[name] = f"{where.get(name, 'checkpoint')}: {name} is missing, expected shape {tensor.shape}"
         for name, (file, handle) in tensors.items():
-            if name not in expected:
-                problems[name] = f"{file}: {name} is unknown to a {config.family} model of {config.num_layers} layers"
+            if name not in wanted:
+                why = f"is unknown to a {config.family} model of {config.num_layers} layers"
+                if name in unfused:
+                    why = "is of one expert, but its layer also has fused experts; remove one of the two forms"
+                problems[name] = f"{file}: {name} {why}"
                 continue
             view = handle.get_slice(name)
             shape, stored = tuple(view.get_shape()), view.get_dtype()
-            if shape != expected[name][2]:
-                problems[name] = f"{file}: {name} has shape {shape}, expected {expected[name][2]}"
+            if shape != wanted[name].shape:
+                problems[name] = f"{file}: {name} has shape {shape}, expected {wanted[name].shape}"
             elif stored not in DTYPES:
                 problems[name] = f"{file}: {name} has dtype {stored}; supported are {', '.join(DTYPES)}"
         if tied_head and not problems and not _equal("lm_head.weight", tied_head, tensors):
@@ -108,15 +79,11 @@ def load_hf(directory: Path, config: ModelConfig, dtype: np.typing.DTypeLike = n
                 f"{directory}: the checkpoint does not fit its config.json; copy it again or correct config.json:\n  "
                 + "\n  ".join(problems.values())
             )
-        shapes = describe(config)
-        for name, (ours, layer, _) in expected.items():
-            value = tensors[name][1].get_tensor(name)
-            shape = shapes[ours].shape
-            if layer is None:
-                params[ours] = _from_hf(value, shape, NAMES[ours][1]).astype(dtype, order="C")
-            else:
-                whole = params.setdefault(ours, np.empty(shape, dtype))
-                whole[layer] = _from_hf(value, shape[1:], NAMES[ours][1])
+        for name, tensor in wanted.items():
+            for ours, value in zip(tensor.parts, take(tensors[name][1].get_tensor(name), tensor, weights), strict=True):
+                if ours not in params:
+                    params[ours] = np.empty(weights[ours].shape, dtype)
+                params[ours][tensor.at] = value
     return params
 
 
@@ -127,16 +94,20 @@ def save_hf(
     tokenizer_files_from: Path | None = None,
     dtype: np.typing.DTypeLike = ml_dtypes.bfloat16,
     max_shard_bytes: int = 5_000_000_000,
+    fused: bool = False,
 ) -> None:
     """Writes the canonical tree as a checkpoint that Hugging Face's loader reads. The directory appears whole or not.
 
     Args:
         params: stacked tree of numpy or jax arrays.
         tokenizer_files_from: directory whose tokenizer, chat template and generation settings are copied.
+        fused: experts are stored in transformers 5's own form (`hf_names.FUSED`), not one by one as on the hub.
 
     Raises:
-        ValueError: the tree is not exactly the config's, or the directory is in use; nothing is written then.
+        ValueError: a checkpoint cannot say what the config does, the tree is not exactly the config's, or the directory is in
+            use; nothing is written then.
     """
+    settings = to_hf(config)
     weights = describe(config)
     problems = [f"{name}: missing, expected shape {weights[name].shape}" for name in weights if name not in params]
     for name, value in params.items():
@@ -148,6 +119,8 @@ def save_hf(
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
         problems.append(f"dtype: {dtype} is not supported; use one of {[str(known) for known in names]}")
+    if fused and not config.moe:
+        problems.append(f"fused: a {config.family} model has no experts; leave it out")
     if tokenizer_files_from and not tokenizer_files_from.is_dir():
         problems.append(f"tokenizer_files_from: {tokenizer_files_from} is no directory")
     if problems:
@@ -155,9 +128,9 @@ def save_hf(
 
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
-    expected = manifest(config)
-    for name, (_, _, shape) in expected.items():
-        size = int(np.prod(shape)) * dtype.itemsize
+    tensors = manifest(config, fused)
+    for name, tensor in tensors.items():
+        size = math.prod(tensor.shape) * dtype.itemsize
         if size > room and shards[-1]:
             shards.append([])
             room = max_shard_bytes
@@ -167,13 +140,13 @@ def save_hf(
     if len(shards) == 1:
         files = ["model.safetensors"]
     with new_directory(directory) as temporary:
-        write_json(temporary / "config.json", config.to_hf() | {"torch_dtype": dtype.name})
+        write_json(temporary / "config.json", settings | {"torch_dtype": dtype.name})
         for file in TOKENIZER_FILES if tokenizer_files_from else ():
             if tokenizer_files_from and (tokenizer_files_from / file).is_file():
                 shutil.copyfile(tokenizer_files_from / file, temporary / file)
+        layer_of = _layers(params)
         for file, shard in zip(files, shards, strict=True):
-            tensors = {name: _to_hf(params, *expected[name], dtype) for name in shard}
-            write_safetensors(temporary / file, tensors)
+            write_safetensors(temporary / file, {name: _stored(tensors[name], layer_of, dtype) for name in shard})
         if len(shards) > 1:
             total = dtype.itemsize * sum(weight.size for weight in weights.values())
             where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
@@ -242,17 +215,18 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     path.chmod(0o644)
 
 
-def _from_hf(value: np.ndarray, shape: tuple[int, ...], num_in: int) -> np.ndarray:
-    """[out, in] -> [in..., out...]"""
-    return value.T.reshape(shape) if num_in else value
+def _layers(params: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], np.ndarray]:
+    """(our name, layer) -> that on the host. Neighbours in the manifest are of one layer, of two weights at most."""
+
+    @lru_cache(maxsize=2)
+    def layer_of(name: str, layer: tuple[int, ...]) -> np.ndarray:
+        return np.asarray(params[name][layer])
+
+    return layer_of
 
 
-def _to_hf(params: Mapping[str, Any], ours: str, layer: int | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """One tensor as it is stored: [in..., out...] -> [out, in]"""
-    value = np.asarray(params[ours] if layer is None else params[ours][layer])
-    if NAMES[ours][1]:
-        value = value.reshape(shape[::-1]).T
-    return value.astype(dtype, order="C")
+def _stored(tensor: Tensor, layer_of: Callable[[str, tuple[int, ...]], np.ndarray], dtype: np.dtype) -> np.ndarray:
+    return make(tensor, lambda name: layer_of(name, tensor.at[:1])[tensor.at[1:]], dtype)
 
 
 def _equal(name: str, tensor: tuple[str, Any], tensors: Mapping[str, tuple[str, Any]]) -> bool:

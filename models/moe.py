@@ -16,7 +16,6 @@ it, and a token's bits do not depend on its company.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from models.config import ModelConfig, MoEConfig
+from models.config import ModelConfig
 from models.grouped import grouped
-from models.layers import COLUMNS, accumulator, dot, dots, exp_from, gated, published, row_sum, weight
+from models.layers import COLUMNS, dot, dots, gated, published, weight
+from models.router import Routing, fold, gap_of, gates_of, scores_of, select, unrecorded
 from sharding.shards import Shards
 
 HEADROOM = 1.25
@@ -34,69 +34,6 @@ HEADROOM = 1.25
 
 Weights = tuple[jax.Array, jax.Array, jax.Array]
 """gate and up `[E, D, F]`, down `[E, F, D]`"""
-
-
-class Routing(NamedTuple):
-    """What a layer's router did with each token; of all layers, stacked on a leading dim."""
-
-    ids: jax.Array
-    """int32 [..., k]: the experts, in the order of their use"""
-    differs: jax.Array
-    """bool [...]: the router alone would have chosen another set"""
-    balance: jax.Array
-    """float [...]: E x sum over experts of load x probability; 1 where either is uniform (Fedus et al., arXiv 2101.03961)"""
-    z: jax.Array
-    """float [...]: logsumexp(logits) squared (Zoph et al., ST-MoE, arXiv 2202.08906)"""
-
-
-def unrecorded(replay: jax.Array) -> jax.Array:
-    """bool [...]: which rows `[..., k]` say "not recorded": those full of the dtype's largest value."""
-    return (replay == jnp.iinfo(replay.dtype).max).all(axis=-1)
-
-
-def select(config: MoEConfig, logits: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """The router's own choice: logits `[T, E]` -> ids int32 `[T, k]`, best first; of equals the lowest id."""
-    scores = jax.nn.sigmoid(logits) if config.scoring == "sigmoid" else logits
-    if bias is not None:
-        scores = scores + bias[None]
-    if config.groups > 1:
-        T, E = scores.shape
-        grouped = scores.reshape(T, config.groups, E // config.groups)
-        best = jax.lax.top_k(grouped, min(2 if config.selection_bias else 1, grouped.shape[-1]))[0].sum(axis=-1)
-        chosen = jax.lax.top_k(best, config.groups_per_token)[1]
-        kept = (chosen[:, :, None] == jnp.arange(config.groups)[None, None]).any(axis=1)
-        scores = jnp.where(jnp.repeat(kept, E // config.groups, axis=1), scores, -jnp.inf)
-    return jax.lax.top_k(scores, config.experts_per_token)[1].astype(jnp.int32)
-
-
-def gates_of(config: MoEConfig, logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Weights `[T, k]` of the experts `ids`, from the dense logits `[T, E]`: what was not selected gets no gradient by way of
-    a renormalised gate, and what is selected always does."""
-    chosen = jnp.take_along_axis(logits, ids, axis=1)
-    if config.scoring == "sigmoid":
-        gates = jax.nn.sigmoid(chosen)
-        if config.renormalise:
-            gates = gates * (1 / (fold(gates) + 1e-20))[:, None]
-    elif config.renormalise:
-        gates = exp_from(chosen, jax.lax.stop_gradient(chosen.max(axis=1, keepdims=True)))
-        gates = gates * (1 / fold(gates))[:, None]
-    else:
-        gates = probabilities(config, logits, chosen)
-    return gates if config.scaling == 1 else gates * config.scaling
-
-
-def probabilities(config: MoEConfig, logits: jax.Array, of: jax.Array) -> jax.Array:
-    """The softmax over all logits `[T, E]`, at the logits `of` `[T, ...]`."""
-    top = jax.lax.stop_gradient(logits.max(axis=1, keepdims=True))
-    return exp_from(of, top) * (1 / row_sum(exp_from(logits, top)))[:, None]
-
-
-def fold(x: jax.Array) -> jax.Array:
-    """The sum over dim 1 in order: a plain sum's order is the compiler's."""
-    total = x[:, 0]
-    for j in range(1, x.shape[1]):
-        total = total + x[:, j]
-    return total
 
 
 # ---- rows of assignments: both are gathers, and so are their transposes
@@ -177,8 +114,8 @@ def exchanged(
 ) -> jax.Array:
     """`of_assignments` where each device has some of the tokens and some of the experts: nothing is ever dropped.
 
-    A round sends every device up to HEADROOM times its equal share; if the routing is skewed, there are more rounds. All
-    devices of the mesh run as many, so that no collective waits for one that others skip.
+    A round sends every device up to HEADROOM times its equal share; if the routing is skewed, more rounds follow. All devices
+    of the mesh run as many, so that no collective waits for one that others skip.
     """
     (T, k), N, W = ids.shape, ids.size, jax.lax.axis_size(axes)
     num_experts = weights[0].shape[0]
@@ -188,7 +125,7 @@ def exchanged(
     rank = jnp.take_along_axis(jnp.cumsum(is_for, axis=0) - 1, target[:, None], axis=1)[:, 0]
     most = jax.lax.pmax(is_for.sum(axis=0).max(), shards.rows)
 
-    def one(number: jax.Array, x: jax.Array, gates: jax.Array, weights: Weights) -> jax.Array:
+    def one(number: int | jax.Array, x: jax.Array, gates: jax.Array, weights: Weights) -> jax.Array:
         slot = rank - number * C
         place = jnp.where((slot >= 0) & (slot < C), target * C + slot, W * C)
         sent = jnp.full(W * C, N, jnp.int32).at[place].set(jnp.arange(N, dtype=jnp.int32), mode="drop")
@@ -203,9 +140,10 @@ def exchanged(
         new = jax.lax.cond(number * C < most, one, lambda *_: nothing(), number, x, gates, weights)
         return total + new, None
 
+    total = one(0, x, gates, weights)
     rounds = -(-T * min(k, num_experts) // C)
-    start = jnp.zeros((N, x.shape[1]), accumulator(dtype))
-    total, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), start, jnp.arange(rounds))
+    if rounds > 1:
+        total, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), total, jnp.arange(1, rounds))
     return total.reshape(T, k, -1)
 
 
@@ -249,7 +187,8 @@ class MoE(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         logits = self._logits(flat, self.router)
         bias = published(self.bias[...], self.dtype) if self.config.selection_bias else None
-        own = ids = select(self.config, jax.lax.stop_gradient(logits), bias)
+        scores = scores_of(self.config, jax.lax.stop_gradient(logits), bias)
+        own = ids = select(self.config, scores)
         if replay is not None:
             replay = replay.reshape(ids.shape)
             ids = jnp.where(unrecorded(replay)[:, None], own, replay.astype(jnp.int32))
@@ -257,7 +196,8 @@ class MoE(nnx.Module):
         y = self._experts(flat, ids, gates, shards, outer)
         if self.config.shared_ffn_dim:
             y = y + shards.total(self._shared(flat), "ffn")
-        routing = Routing(ids, *self._measures(logits, ids, own, load))
+        differs = (ids[:, :, None] != own[:, None, :]).all(axis=2).any(axis=1)
+        routing = Routing(ids, differs, *self._losses(logits, load), gap_of(self.config, scores))
         return y.reshape(x.shape), Routing(*(part.reshape(*x.shape[:-1], *part.shape[1:]) for part in routing))
 
     def _logits(self, x: jax.Array, router: nnx.Param) -> jax.Array:
@@ -277,17 +217,16 @@ class MoE(nnx.Module):
 
     def _shared(self, x: jax.Array) -> jax.Array:
         gate, up = dots("td,df->tf", x, (self.shared_gate[...], self.shared_up[...]), self.dtype)
-        hidden = gated(gate, up, self.dtype)
+        hidden: jax.Array = gated(gate, up, self.dtype)  # pyright: ignore[reportAssignmentType]
         if self.config.shared_gate:
             hidden = hidden * jax.nn.sigmoid(self._logits(x, self.shared_router))
         return dot("tf,fd->td", hidden, self.shared_down[...], self.dtype)
 
-    def _measures(self, logits: jax.Array, ids: jax.Array, own: jax.Array, load: jax.Array | None) -> tuple[jax.Array, ...]:
-        """differs, balance, z: `[T]` each."""
-        differs = (ids[:, :, None] != own[:, None, :]).all(axis=2).any(axis=1)
+    def _losses(self, logits: jax.Array, load: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """balance and z: `[T]` each."""
         z = jax.nn.logsumexp(logits, axis=1) ** 2
         if load is None:
-            return differs, jnp.ones_like(z), z
+            return jnp.ones_like(z), z
         scores = jax.nn.sigmoid(logits) if self.config.scoring == "sigmoid" else jax.nn.softmax(logits, axis=1)
         shares = scores / scores.sum(axis=1, keepdims=True)
-        return differs, (shares * load[None]).sum(axis=1) * logits.shape[1], z
+        return (shares * load[None]).sum(axis=1) * logits.shape[1], z

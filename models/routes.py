@@ -57,8 +57,8 @@ def check_rows(rows: np.ndarray, model: ModelConfig, what: str, *, least: int | 
     if rows.dtype != dtype or rows.ndim != 3 or rows.shape[1:] != row_shape(model):
         layers, k = row_shape(model)
         raise ValueError(
-            f"{what}: rows are {rows.dtype} {list(rows.shape)}, but this model's are {dtype} [tokens, {layers} layers, "
-            f"{k} experts]; they are those of another model"
+            f"{what}: rows are {rows.dtype} {list(rows.shape)}, but this model's are {dtype} [tokens, {layers}, {k}] (layers, "
+            f"experts of a token): they are of another model"
         )
     if least is not None and len(rows) < least:
         raise ValueError(f"{what}: {len(rows)} rows are fewer than the {least} tokens that were routed; some are missing")

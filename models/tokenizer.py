@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer as JsonTokenizer
 
-from models.config import ModelConfig, id_list, read_json
+from models.config import ModelConfig
+from models.hf_config import id_list, read_json
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"

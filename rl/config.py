@@ -94,7 +94,8 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSection(EngineConfig, Placement):
-    pass
+    dtype: str = ""
+    """what the engine computes with, where it is not model.dtype: to see what other numerics than the trainer's do"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +232,8 @@ class RunConfig:
             errors.append(f"name: {self.name!r} is no plain folder name; choose one, and set run_dir for where it is")
         if self.model.dtype not in DTYPES:
             errors.append(f"model.dtype: {self.model.dtype!r} is unknown; use one of {DTYPES}")
+        if self.engine.dtype not in ("", *DTYPES):
+            errors.append(f"engine.dtype: {self.engine.dtype!r} is unknown; leave it out, or use one of {DTYPES}")
         if not TEMPERATURES[0] <= self.rollout.temperature <= TEMPERATURES[1]:
             errors.append(
                 f"rollout.temperature: must be from {TEMPERATURES[0]} to {TEMPERATURES[1]}, got {self.rollout.temperature}; "

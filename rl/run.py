@@ -15,8 +15,9 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.types import SamplingParams
 from models.attention import KEY_BLOCK
-from models.config import ModelConfig, read_config
+from models.config import ModelConfig
 from models.hf import load_hf, resolve, save_hf
+from models.hf_config import read_config
 from models.tokenizer import ByteTokenizer, Tokenizer
 from models.transformer import describe
 from rl.build import build, pick
@@ -106,12 +107,11 @@ class Run:
         )
 
 
-def export(trainer: Trainer, source: Path | None, directory: Path) -> None:
+def export(trainer: Trainer, source: Path | None, directory: Path, fused_experts: bool = False) -> None:
     """Writes the published weights as a Hugging Face directory, with the tokenizer files of `source`."""
-    definition = trainer.definition
+    definition, masters = trainer.definition, trainer.state.masters
     dtype = np.dtype(definition.dtype)
-    params = {name: np.asarray(value).astype(dtype) for name, value in trainer.state.masters.items()}
-    save_hf(directory, definition.config, params, tokenizer_files_from=source, dtype=dtype)
+    save_hf(directory, definition.config, masters, tokenizer_files_from=source, dtype=dtype, fused=fused_experts)
 
 
 def published_params(
@@ -225,7 +225,7 @@ def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None, *, 
 def make_engine(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engine:
     """An engine with the trainer's published weights."""
     mesh, rules = _mesh(config.engine, "engine")
-    dtype = jnp.dtype(config.model.dtype)
+    dtype = jnp.dtype(config.engine.dtype or config.model.dtype)
     weights = describe(model, stacked=False)
     return Engine(
         model,

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,7 +12,8 @@ import pytest
 
 from launch import quiet, training
 from launch.cli import Parser
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEConfig
+from models.flops import forward_flops
 from models.hf import save_hf
 from models.transformer import describe
 from sharding.mesh import make_mesh
@@ -57,6 +59,14 @@ def test_step_flops() -> None:
     layers = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
     forward = 2 * layers * 5 + 2 * 64 * 256 * 4 + sum(2 * 2 * 2 * 64 * (position + 1) for position in range(5))
     assert training.step_flops(MODEL, {"rows": 3, "length": 5}) == 3 * 3 * forward
+
+
+def test_flops_of_experts() -> None:
+    """A token passes its own experts and the shared one; biases are no products."""
+    moe = MoEConfig(num_experts=8, experts_per_token=3, ffn_dim=24, shared_ffn_dim=40, shared_gate=True)
+    model = replace(MODEL, family="qwen2_moe", moe=moe)
+    layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 64 * 8 + 3 * (3 * 64 * 24) + 3 * 64 * 40 + 64
+    assert forward_flops(model, tokens=5, keys=0, logits=4) == 2 * (2 * layer * 5 + 64 * 256 * 4)
 
 
 def test_peak_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

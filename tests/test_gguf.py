@@ -11,9 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from launch.convert import convert
-from models.config import read_config
 from models.gguf import convert_gguf, embedded_gguf
-from models.hf import load_hf, manifest
+from models.hf import load_hf
+from models.hf_config import read_config
+from models.hf_names import manifest
 from models.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -210,13 +211,14 @@ def test_corrupt_header(tmp_path: Path) -> None:
 
 
 def test_other_architecture_and_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ValueError, match="'mamba' is not supported"):
-        convert_gguf(tmp_path / "b.gguf", tmp_path / "out")
+    for architecture in ("mamba", "qwen3moe", "qwen2moe"):
+        writer = gguf.GGUFWriter(tmp_path / "b.gguf", architecture)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(ValueError, match=f"'{architecture}' is not supported"):
+            convert_gguf(tmp_path / "b.gguf", tmp_path / "out")
     with pytest.raises(ValueError, match="there is no such file"):
         convert_gguf(tmp_path / "none.gguf", tmp_path / "out")
     monkeypatch.setitem(sys.modules, "gguf", None)

@@ -1,5 +1,7 @@
 """The message graph: one record, extended token for token, with the rules of records.md asserted on commit."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -215,3 +217,94 @@ def test_with_a_renderer_turns_extend_and_retokenised_history_forks() -> None:
     changed = renderer.render([{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "x"}])
     sample(graph, changed, [end])
     assert len(graph.branches()) == 2
+
+
+# ---- routing
+
+
+def rows_of(ids: list[int], dtype: type = np.uint8) -> np.ndarray:
+    """Two layers, three experts each, that say whose they are."""
+    return (np.asarray(ids).reshape(-1, 1, 1) * 6 + np.arange(6).reshape(1, 2, 3)).astype(dtype)
+
+
+def routed(graph: Graph, prompt: list[int], ids: list[int], **changes) -> int:
+    """A completion that brings what the path lacks."""
+    known = graph.routing(graph.extend(prompt))
+    start = 0 if known is None else len(known)
+    rows = rows_of([*prompt, *ids][start:-1])
+    return sample(graph, prompt, ids, **{"routing": rows, "routing_start": start, **changes})
+
+
+def test_rows_of_a_path_are_aligned_across_turns_and_forks() -> None:
+    """C22: the token at a boundary is routed when the next turn is; a fork begins with what its own path has."""
+    graph = new_graph()
+    routed(graph, [1, 2], [3, 4])
+    assert graph.routing(0) is None and graph.nodes[1].routing_start == 0
+    second = routed(graph, [1, 2, 3, 4, 5], [6])
+    assert graph.nodes[second].routing_start == 3
+    fork = routed(graph, [1, 2, 3, 4, 7], [8, 9])
+    other = routed(graph, [1, 2], [5])
+    retried = routed(graph, [1, 2, 3, 4, 5, 6, 7], [8], finish_reason="length")
+    graph.mark(retried, "retried")
+    assert [graph.nodes[i].routing_start for i in (fork, other, retried)] == [3, 0, 5]
+    for branch in [*graph.branches(), *Graph.from_json(graph.to_json()).branches()]:
+        assert branch.routing is not None and branch.routing.dtype == np.uint8
+        np.testing.assert_array_equal(branch.routing[:-1], rows_of(branch.ids[:-1].tolist()))
+        assert (branch.routing[-1] == 255).all()
+    node, again = graph.nodes[retried], Graph.from_json(graph.to_json()).nodes[retried]
+    assert node.routing is not None and again.routing is not None and node.routing_start == again.routing_start
+    np.testing.assert_array_equal(node.routing, again.routing)
+    assert Graph.from_json(graph.to_json()).to_json() == graph.to_json()
+
+
+def test_paths_without_rows_and_records_from_before_them() -> None:
+    graph = new_graph()
+    sample(graph, [1, 2], [3, 4])
+    record = json.loads(graph.to_json())
+    for node in record["nodes"]:
+        del node["routing"], node["routing_start"]
+    graph = Graph.from_json(json.dumps(record))
+    assert graph.nodes[1].routing is None and graph.branches()[0].routing is None
+    routed(graph, [1, 2, 3, 4, 5], [6])  # an engine that records brings all that are missing
+    sample(graph, [1, 2, 3, 4, 5, 6, 7], [8])  # and one that does not leaves a gap
+    (branch,) = graph.branches()
+    assert branch.routing is not None
+    np.testing.assert_array_equal(branch.routing[:5], rows_of([1, 2, 3, 4, 5]))
+    assert branch.routing.shape == (8, 2, 3) and (branch.routing[5:] == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"routing": rows_of([4, 5, 6])}, "3 . 3 rows are not one for each of 6 tokens but the last"),
+        ({"routing": rows_of([4])}, "3 . 1 rows are not one for each of 6 tokens but the last"),
+        ({"routing": rows_of([1, 2, 3, 4, 5]), "routing_start": 0}, "start at token 0, but the path has rows of 3"),
+        ({"routing": rows_of([4, 5], np.uint16)}, "of different models"),
+        ({"routing": rows_of([4, 5])[:, :1]}, "of different models"),
+    ],
+)
+def test_rows_that_are_not_the_paths_are_refused(changes: dict, message: str) -> None:
+    graph = new_graph()
+    routed(graph, [1, 2], [3, 4])
+    with pytest.raises(ValueError, match=f"^routing: episode 'e', node 3: .*{message}"):
+        routed(graph, [1, 2, 3, 4, 5], [6], **changes)
+    assert len(graph.nodes) == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("crc32", 5, "its bytes do not have the checksum"),
+        ("data", "AAAA", "its bytes do not have the checksum"),
+        ("shape", [3, 2, 4], "bytes are not the"),
+        ("shape", [2, 3], "cannot be rows of routing"),
+        ("dtype", "float32", "cannot be rows of routing"),
+    ],
+)
+def test_corrupted_rows_of_a_record_are_refused(field: str, value: object, message: str) -> None:
+    graph = new_graph()
+    routed(graph, [1, 2], [3, 4])
+    record = json.loads(graph.to_json())
+    record["nodes"][1]["routing"][field] = value
+    with pytest.raises(ValueError, match=f"^routing: episode 'e', node 1: .*{message}"):
+        Graph.from_json(json.dumps(record))

@@ -12,9 +12,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from launch.cli import run_main
-from launch.convert import convert
-from models.config import ModelConfig, RopeScaling, read_config
-from models.hf import load_hf, manifest, resolve, save_hf
+from launch.convert import convert, main
+from models.config import ModelConfig, MoEConfig, RopeScaling
+from models.hf import load_hf, resolve, save_hf
+from models.hf_config import from_hf, read_config, to_hf
+from models.hf_names import manifest
 from models.transformer import describe
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -31,7 +33,14 @@ SIZES: dict[str, Any] = {
 }
 LLAMA = ModelConfig(family="llama", rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32), bos_id=1, eos_ids=(2, 3), **SIZES)
 QWEN3 = ModelConfig(family="qwen3", tied_head=True, rope_theta=1e6, eos_ids=(2,), pad_id=0, **SIZES)
-BOTH = pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+QWEN3_MOE = ModelConfig(family="qwen3_moe", moe=MoEConfig(num_experts=5, experts_per_token=2, ffn_dim=7), **SIZES)
+QWEN2_MOE = ModelConfig(
+    family="qwen2_moe",
+    tied_head=True,
+    moe=MoEConfig(num_experts=4, experts_per_token=3, ffn_dim=7, renormalise=False, shared_ffn_dim=9, shared_gate=True),
+    **SIZES,
+)
+FAMILIES = pytest.mark.parametrize("config", [LLAMA, QWEN3, QWEN3_MOE, QWEN2_MOE], ids=lambda config: config.family)
 
 
 def random_params(config: ModelConfig, dtype: Any = np.float32) -> dict[str, np.ndarray]:
@@ -40,19 +49,19 @@ def random_params(config: ModelConfig, dtype: Any = np.float32) -> dict[str, np.
 
 
 def raw(**changes: Any) -> dict[str, Any]:
-    return {**QWEN3.to_hf(), **changes}
+    return {**to_hf(QWEN3), **changes}
 
 
-@BOTH
+@FAMILIES
 def test_config_round_trip(config: ModelConfig) -> None:
-    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    assert from_hf(json.loads(json.dumps(to_hf(config)))) == config
 
 
 def test_config_defaults() -> None:
-    fields = LLAMA.to_hf()
+    fields = to_hf(LLAMA)
     for name in ("head_dim", "num_key_value_heads", "rope_scaling", "rope_theta", "architectures", "bos_token_id"):
         del fields[name]
-    config = ModelConfig.from_hf(fields)
+    config = from_hf(fields)
     assert (config.family, config.head_dim, config.num_kv_heads) == ("llama", 2, 4)
     assert (config.rope_theta, config.rope_scaling, config.bos_id) == (10000.0, None, None)
 
@@ -61,7 +70,7 @@ def test_newer_rope_form_is_read() -> None:
     config = read_config(GOLDEN / "tiny_llama3")
     assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 256) and config.rope_theta == 10000.0
     assert read_config(GOLDEN / "tiny_qwen3").rope_theta == 1e6
-    assert ModelConfig.from_hf(raw(rope_scaling={"type": "default"})).rope_scaling is None
+    assert from_hf(raw(rope_scaling={"type": "default"})).rope_scaling is None
 
 
 def test_config_names_every_missing_field() -> None:
@@ -69,7 +78,7 @@ def test_config_names_every_missing_field() -> None:
     for name in ("hidden_size", "num_hidden_layers", "head_dim", "rms_norm_eps"):
         del fields[name]
     with pytest.raises(ValueError, match=r"hidden_size: missing.*num_hidden_layers: missing.*rms_norm_eps.*head_dim"):
-        ModelConfig.from_hf(fields)
+        from_hf(fields)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,7 @@ def test_config_names_every_missing_field() -> None:
 )
 def test_unsupported_configs_are_refused_by_name(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        ModelConfig.from_hf(raw(**changes))
+        from_hf(raw(**changes))
 
 
 def test_read_config(tmp_path: Path) -> None:
@@ -107,7 +116,7 @@ def test_read_config(tmp_path: Path) -> None:
     assert read_config(tmp_path).eos_ids == (2, 7)
 
 
-@BOTH
+@FAMILIES
 @pytest.mark.parametrize("shard", [10**9, 600], ids=["single", "sharded"])
 def test_round_trip_is_exact(config: ModelConfig, shard: int, tmp_path: Path) -> None:
     params = random_params(config, ml_dtypes.bfloat16)
@@ -125,7 +134,7 @@ def test_round_trip_is_exact(config: ModelConfig, shard: int, tmp_path: Path) ->
             np.testing.assert_array_equal(value, params[name].astype(dtype))
 
 
-@BOTH
+@FAMILIES
 def test_float32_is_kept_or_rounded_once(config: ModelConfig, tmp_path: Path) -> None:
     params = random_params(config)
     save_hf(tmp_path / "out", config, params, dtype=np.float32)
@@ -148,7 +157,7 @@ def test_layout_is_the_transpose_by_heads() -> None:
     np.testing.assert_allclose(o, back, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["tiny_llama3", "tiny_qwen3"])
+@pytest.mark.parametrize("name", ["tiny_llama3", "tiny_qwen3", "tiny_qwen3_moe", "tiny_qwen2_moe"])
 def test_golden_checkpoints_survive(name: str, tmp_path: Path) -> None:
     config = read_config(GOLDEN / name)
     save_hf(tmp_path / "out", config, load_hf(GOLDEN / name, config))
@@ -262,19 +271,22 @@ def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("org/name") == tmp_path
 
 
+def write_tokenizer(directory: Path, more: dict[str, int]) -> None:
+    vocab = {chr(ord("!") + i): i for i in range(120)} | more
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": []}}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 def test_convert_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "source"
     shutil.copytree(GOLDEN / "tiny_qwen3", source)
     with pytest.raises(ValueError, match=r"no tokenizer.json"):
         convert(str(source), tmp_path / "out")
-    vocab = {chr(ord("!") + i): i for i in range(120)}
-    tokenizer = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": []}}
-    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_tokenizer(source, {})
     convert(str(source), tmp_path / "out")
     assert read_config(tmp_path / "out") == read_config(source)
     assert (tmp_path / "out/tokenizer.json").exists()
-    vocab["too many"] = 128
-    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_tokenizer(source, {"too many": 128})
     with pytest.raises(ValueError, match="ids up to 128, the model only 128"):
         convert(str(source), tmp_path / "other")
     with pytest.raises(SystemExit) as status:
@@ -283,6 +295,25 @@ def test_convert_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().err
     assert text.startswith("error: ") and text.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_convert_to_fused_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "tiny_qwen3_moe", source)
+    write_tokenizer(source, {})
+    monkeypatch.setattr("sys.argv", ["convert", str(source), str(tmp_path / "out"), "--fused-experts"])
+    main()
+    config = read_config(source)
+    assert read_config(tmp_path / "out") == config
+    stored = load_file(tmp_path / "out/model.safetensors")
+    assert stored.keys() == manifest(config, fused=True).keys() and stored["model.layers.2.mlp.experts.gate_up_proj"].ndim == 3
+    before, after = load_hf(source, config), load_hf(tmp_path / "out", config)
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+    with pytest.raises(ValueError, match=r"--fused-experts: embedded has no experts"):
+        convert("embedded", tmp_path / "dense", fused_experts=True)
+    with pytest.raises(ValueError, match=r"fused: a qwen3 model has no experts"):
+        save_hf(tmp_path / "dense", QWEN3, random_params(QWEN3), fused=True)
+    assert not (tmp_path / "dense").exists()
 
 
 @pytest.mark.real

@@ -22,8 +22,8 @@ import launch.convert
 import launch.evaluate
 import launch.train
 from launch.cli import Parser, read_config, run_main
-from models.config import read_config as read_model_config
 from models.hf import load_hf
+from models.hf_config import read_config as read_model_config
 from rl.checkpoint import Checkpoints
 from rl.config import MINIMA, RunConfig, build
 from rl.run import make_model, make_trainer

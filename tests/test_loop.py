@@ -29,6 +29,12 @@ REPO = Path(__file__).parents[1]
 # ---- episodes on a scripted engine
 
 
+def rows_of(ids: Sequence[int]) -> np.ndarray:
+    """Routing of two layers, two experts each, that says whose it is."""
+    token = np.asarray(ids, np.int64).reshape(-1, 1, 1)
+    return (token // np.array([[1, 7], [49, 343]]) % 200).astype(np.uint8)
+
+
 class Scripted:
     """A SamplerEngine that answers from a table, newest request first, and remembers what it was given."""
 
@@ -47,7 +53,10 @@ class Scripted:
     def step(self) -> list[Completion]:
         request = self._waiting.pop()
         ids, reason = self.answers(request)
-        n = len(ids)
+        n, start = len(ids), 0 if request.routing is None else len(request.routing)
+        rows = rows_of([*request.prompt_ids, *ids][:-1])
+        if request.routing is not None:
+            np.testing.assert_array_equal(request.routing, rows[:start])
         done = Completion(
             request_id=request.id,
             prompt_ids=request.prompt_ids,
@@ -62,6 +71,8 @@ class Scripted:
             prompt_logprobs=None,
             cached_tokens=len(request.prompt_ids) // 2,
             prefilled_tokens=len(request.prompt_ids),
+            routing=rows[start:],
+            routing_start=start,
         )
         self.completions.append(done)
         return [done]
@@ -155,6 +166,10 @@ def test_ids_are_exactly_what_the_engine_was_given() -> None:
         np.testing.assert_array_equal(branch.advantages, 2.0 * np.asarray(mask, np.float32))
         np.testing.assert_array_equal(branch.versions, np.where(mask, 7, -1))
         np.testing.assert_array_equal(branch.temperatures[branch.mask], np.float32(0.7))
+        # turn by turn the rows that were not there yet: those of the boundary token came with the next turn
+        assert branch.routing is not None and (branch.routing[-1] == 255).all()
+        np.testing.assert_array_equal(branch.routing[:-1], rows_of(stream[:-1]))
+        assert [turn.routing_start for turn in turns] == [0, *(len(t.prompt_ids) + len(t.ids) - 1 for t in turns[:-1])]
         assert rollout.turns == 3 and rollout.sampled_tokens == sum(mask)
         assert rollout.prompt_tokens == sum(len(turn.prompt_ids) for turn in turns)
         assert rollout.cached_tokens == sum(turn.cached_tokens for turn in turns)

@@ -13,7 +13,7 @@ from inference import memory
 from inference.config import EngineConfig
 from inference.memory import MemoryPlan, amount, check, free_bytes, plan, token_bytes
 from inference.runner import Runner
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEConfig
 from sharding.mesh import make_mesh
 from sharding.reshard import abstract
 from sharding.rules import Rules
@@ -60,8 +60,24 @@ def test_amount(num_bytes: int, text: str) -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("axes", [{"data": 1}, {"tensor": 2}, {"data": 2, "tensor": 2}], ids=str)
 def test_plan_is_what_is_allocated(axes: dict[str, int], dtype: Any) -> None:
-    mesh, rules = make_mesh(axes), TENSOR if "tensor" in axes else Rules()
-    runner = Runner(MODEL, CONFIG, dtype, mesh, rules)
+    held_as_planned(MODEL, dtype, make_mesh(axes), TENSOR if "tensor" in axes else Rules())
+
+
+@pytest.mark.parametrize(("experts", "held"), [(8, 2), (6, 6)])
+def test_plan_of_experts(experts: int, held: int) -> None:
+    """Experts that their axis divides are planned once over its devices, others once on each."""
+    moe = MoEConfig(num_experts=experts, experts_per_token=2, ffn_dim=24)
+    model = replace(MODEL, family="qwen3_moe", moe=moe)
+    mesh = make_mesh({"expert": 4, "tensor": 2})
+    rules = Rules({"heads": "tensor", "kv_heads": "tensor", "vocab": "tensor", "experts": "expert", "expert_ffn": "tensor"})
+    planned = held_as_planned(model, jnp.bfloat16, mesh, rules)
+    whole = plan(model, CONFIG, jnp.bfloat16, mesh, Rules({**rules.table, "experts": None}))
+    one = 3 * 32 * (24 // 2) * MODEL.num_layers * 2  # bytes of an expert's gate, up and down, on each of two chips
+    assert whole.weight_bytes - planned.weight_bytes == (experts - held) * one
+
+
+def held_as_planned(model: ModelConfig, dtype: Any, mesh: Any, rules: Rules) -> MemoryPlan:
+    runner = Runner(model, CONFIG, dtype, mesh, rules)
     runner.allocate()
     device = mesh.devices.flat[0]
 
@@ -70,12 +86,13 @@ def test_plan_is_what_is_allocated(axes: dict[str, int], dtype: Any) -> None:
         return sum(shard.data.nbytes for shard in shards)
 
     weights = abstract(runner.definition.weights, dtype, runner.shardings)
-    planned = plan(MODEL, CONFIG, dtype, mesh, rules)
+    planned = plan(model, CONFIG, dtype, mesh, rules)
     assert planned.num_chips == mesh.size
     assert planned.pool_bytes == held(runner.state.pool)
     assert planned.weight_bytes == held({n: jax.device_put(np.zeros(w.shape, dtype), w.sharding) for n, w in weights.items()})
     assert planned.table_bytes == held(runner.state.tables)
     assert planned.total_bytes == planned.pool_bytes + planned.weight_bytes + planned.table_bytes
+    return planned
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.types import Completion, Request, SamplingParams
-from models.config import read_config
 from models.hf import load_hf
+from models.hf_config import read_config
 from models.transformer import Definition, describe
 from rl.branches import Branch
 from rl.forest import Layout, pack

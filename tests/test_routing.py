@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.routing import Places, Routes
 from inference.runner import Runner
 from inference.scheduler import Scheduler
 from inference.types import Completion, FinishReason, Request, SamplingParams
@@ -441,6 +442,7 @@ def test_equal_tokens_with_other_rows_are_other_pages() -> None:
     partly[3::7] = 255
     partly[5::9, 2] = 255
     kinds = [None, other_rows(1, 89), partly, other_rows(1, 89)[:50], np.concatenate([other_rows(1, 40), other_rows(3, 49)])]
+    seen = set()
     for turn in range(2):
         for n, rows in enumerate(kinds):
             asked = request(f"{turn}.{n}", ids, 8, rows)
@@ -451,6 +453,30 @@ def test_equal_tokens_with_other_rows_are_other_pages() -> None:
             assert c.ids.tobytes() == want.ids.tobytes() and c.logprobs.tobytes() == want.logprobs.tobytes(), name
             assert rows_of(c).tobytes() == rows_of(want).tobytes()
             assert turn == 0 or c.cached_tokens >= 80, name
+            seen.add(c.logprobs_full.tobytes())
+    assert len(seen) == len(kinds)
+
+
+def test_rows_that_were_not_read_are_nobodys() -> None:
+    """What stands in the store is an earlier owner's until the step is read that computes the page, or copies it."""
+    routes = Routes(MODEL, num_pages=4, page_size=16)
+    known = other_rows(0, 40)
+    routes.rows[1], routes.rows[2] = known[:16], known[16:32]
+    assert routes.alike(known, 2, 16, range(0, 16)) == 16
+    assert routes.alike(known, 2, 16, range(7, 9)) == 9
+    page, offset = np.array([1, 1, 2, 2, 0]), np.array([14, 15, 5, 6, 0])
+    routes.dispatched(Places(page, offset, copies=[]))
+    routes.dispatched(Places(np.array([3]), np.array([9]), copies=[(1, 3)]))
+    assert [routes.alike(known, 2, 16, range(0, n)) for n in (5, 6, 16)] == [5, 5, 5]
+    assert routes.alike(known, 3, 0, range(0, 16)) == 0
+    routes.read(np.concatenate([known[14:16], known[[21]], known[[3]], known[[0]]]))
+    assert routes.alike(known, 2, 16, range(0, 16)) == 6, "another row"
+    assert routes.alike(known, 3, 0, range(0, 16)) == 0
+    routes.read(known[9:10])
+    assert routes.alike(known, 3, 0, range(0, 16)) == 16
+    partly = known.copy()
+    partly[22] = 255
+    assert routes.alike(partly, 2, 16, range(0, 16)) == 16, "a row that is not known agrees with any"
 
 
 def test_calls_that_only_read_leave_nothing_behind() -> None:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from models.compiles import CompileCounter
+from models.config import ModelConfig, MoEConfig
+from models.transformer import describe
 from sharding.mesh import make_mesh
 from sharding.reshard import abstract, init, reshard
 from sharding.route import route
@@ -109,6 +111,39 @@ def test_cast_is_the_rounding_of_numpy() -> None:
     trainer = init(STACKED, jax.random.key(2), jnp.float32, layout("fsdp4 tensor2", STACKED))
     engine = reshard(trainer, STACKED, UNROLLED, layout("tensor2", UNROLLED), jnp.bfloat16)
     assert_same(engine, {name: array.astype(jnp.bfloat16) for name, array in unstacked(whole(trainer)).items()})
+
+
+@pytest.mark.parametrize(("experts", "ffn", "split"), [(5, 7, "expert_ffn"), (6, 9, "experts")])
+def test_experts_that_axes_do_not_divide(experts: int, ffn: int, split: str) -> None:
+    """A trainer at expert 2 x fsdp 2 to an engine at tensor 2 elsewhere, twice with other weights: each leaf is the rounding of
+    its source. Dims that an axis does not divide are whole on every device, and never padded."""
+    model = ModelConfig(
+        family="qwen3_moe", vocab_size=40, model_dim=16, ffn_dim=24, num_layers=L, num_heads=4, num_kv_heads=2, head_dim=6,
+        max_positions=64,
+        moe=MoEConfig(num_experts=experts, experts_per_token=2, ffn_dim=ffn),
+    )  # fmt: skip
+    source, target = describe(model), describe(model, stacked=False)
+    here = Rules({"embed": "fsdp", "experts": "expert"}).shardings(make_mesh({"expert": 2, "fsdp": 2}), source)
+    rules = Rules({split: "tensor", "heads": "tensor", "kv_heads": "tensor", "vocab": "tensor"})
+    there = rules.shardings(make_mesh({"tensor": 2}, devices(6, 2)), target)
+    for seed in range(2):
+        trainer = init(source, jax.random.key(seed), jnp.float32, here)
+        assert trainer["blocks.moe.up"].sharding.shard_shape((L, experts, 16, ffn)) == (
+            L,
+            experts if experts % 2 else 3,
+            8,
+            ffn,
+        )
+        engine = reshard(trainer, source, target, there, jnp.bfloat16, chunk_bytes=2**12)
+        assert_same(engine, {name: array.astype(jnp.bfloat16) for name, array in unstacked(whole(trainer)).items()})
+        assert {name: array.sharding for name, array in engine.items()} == there
+    kept = (3, 16, ffn) if split == "experts" else (experts, 16, ffn)
+    assert engine["blocks.1.moe.up"].sharding.shard_shape((experts, 16, ffn)) == kept
+    gone = {name: weight for name, weight in target.items() if name != "blocks.1.moe.down"}
+    with pytest.raises(ValueError, match=r"source: blocks\.1\.moe\.down is extra; the target does not want it"):
+        reshard(trainer, source, gone, {name: there[name] for name in gone}, jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"target: blocks\.1\.moe\.down is missing from the source"):
+        reshard({n: engine[n] for n in gone}, gone, target, there, jnp.bfloat16)
 
 
 def test_layers_split_over_an_axis() -> None:

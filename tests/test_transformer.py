@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from models.attention import ForestContext
-from models.config import ModelConfig, read_config
+from models.config import ModelConfig
 from models.hf import load_hf, save_hf
+from models.hf_config import read_config
 from models.transformer import REMAT, Definition, describe
 from rl.branches import Branch
 from rl.forest import Layout, pack
 
 GOLDEN = Path(__file__).parent / "golden"
 REAL = Path(__file__).parents[1] / "runs/models/smollm2-135m-instruct"
-TINY = ["tiny_llama3", "tiny_qwen3"]
+TINY = ["tiny_llama3", "tiny_qwen3", "tiny_qwen3_moe", "tiny_qwen2_moe"]
 needs_real = pytest.mark.skipif(not REAL.exists(), reason="make model has not been run")
 SMALL = ModelConfig(
     family="qwen3", vocab_size=72, model_dim=64, ffn_dim=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -136,6 +137,9 @@ def test_export_loads_in_transformers(name: str, tmp_path: Path) -> None:
     save_hf(tmp_path / "export", config, masters)
     ids = rng.integers(0, 128, 50)
     (theirs,) = their_logits(tmp_path / "export", ids)
+    if config.moe:
+        save_hf(tmp_path / "fused", config, masters, fused=True)
+        np.testing.assert_array_equal(their_logits(tmp_path / "fused", ids)[0], theirs)
     rounded = {weight: value.astype(ml_dtypes.bfloat16).astype(np.float32) for weight, value in masters.items()}
     (ours,) = our_logits(config, rounded, ids)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)

@@ -61,6 +61,7 @@ TINY: dict[str, Any] = {
     "pad_token_id": 0,
 }
 TINY_LENGTHS = (64, 17)
+TINY_MOE = TINY | {"num_hidden_layers": 3, "num_experts": 8, "moe_intermediate_size": 24}
 
 
 @torch.no_grad()
@@ -101,7 +102,7 @@ def record_smollm2() -> None:
 
 @torch.no_grad()
 def record_tiny(name: str, model: Any, seed: int) -> None:
-    """A tiny random model, saved in bfloat16, and its float32 logits on random ids."""
+    """A tiny random model, saved in bfloat16, and its float32 logits on random ids; and each layer's experts."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -111,7 +112,11 @@ def record_tiny(name: str, model: Any, seed: int) -> None:
     arrays = {}
     for i, row in enumerate(ids):
         arrays[f"ids_{i}"] = row.numpy().astype(np.int32)
-        arrays[f"logits_{i}"] = model.eval()(row[None]).logits[0].numpy()
+        experts = getattr(model.config, "num_experts_per_tok", None)
+        out = model.eval()(row[None], **({"output_router_logits": True} if experts else {}))
+        arrays[f"logits_{i}"] = out.logits[0].numpy()
+        if experts:
+            arrays[f"experts_{i}"] = torch.stack(out.router_logits).topk(experts).indices.numpy().astype(np.uint8)
     np.savez(HERE / f"{name}.npz", **arrays)
     model.to(torch.bfloat16).save_pretrained(HERE / name)
 
@@ -125,7 +130,18 @@ if __name__ == "__main__":
     qwen3 = transformers.Qwen3Config(
         **TINY, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
     )
+    qwen3_moe = transformers.Qwen3MoeConfig(
+        **TINY_MOE, num_experts_per_tok=3, norm_topk_prob=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    )
+    qwen2_moe = transformers.Qwen2MoeConfig(
+        **{name: value for name, value in TINY_MOE.items() if name != "head_dim"},
+        num_experts_per_tok=2,
+        shared_expert_intermediate_size=40,
+        tie_word_embeddings=True,
+    )
     record_tiny("tiny_llama3", transformers.LlamaForCausalLM(llama), seed=1)
     record_tiny("tiny_qwen3", transformers.Qwen3ForCausalLM(qwen3), seed=2)
+    record_tiny("tiny_qwen3_moe", transformers.Qwen3MoeForCausalLM(qwen3_moe), seed=3)
+    record_tiny("tiny_qwen2_moe", transformers.Qwen2MoeForCausalLM(qwen2_moe), seed=4)
     record_smollm2()
     print(f"recorded with torch {torch.__version__}, transformers {transformers.__version__}")
