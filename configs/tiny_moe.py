@@ -1,7 +1,11 @@
 """A tiny random mixture of experts learns one-digit sums' shape, with the sampler's routing replayed by the trainer (R3).
 
-python -m launch.train --config configs/tiny_moe.py
+    python -m launch.train --config configs/tiny_moe.py
+
+Hardware: any CPU. Time: about a minute, most of it compiling. Expect: mean held-out reward (of at most 2.5) from 0.02 to 0.5.
 """
+
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -9,7 +13,7 @@ from configs import tiny
 
 
 def get_config() -> ConfigDict:
-    config = tiny.get_config()
+    config: Any = tiny.get_config()
     config.name = "tiny_moe"
     config.model.update(
         {

@@ -161,7 +161,8 @@ def per_token_specs(routes: Routes | None, tokens: Any, nothing: Any) -> Any:
     if routes is None:
         return None
     names = ("mismatch", "mismatch_tokens", "z", *(["balance"] if routes.load is not None else []))
-    return PerToken(tokens, dict.fromkeys(names, tokens), nothing)
+    measures: Any = dict.fromkeys(names, tokens)
+    return PerToken(tokens, measures, nothing)
 
 
 def add_tokens(parts: PerToken | None, routes: Routes | None) -> Routed | None:
