@@ -8,13 +8,15 @@ engine, on one host of the slice, splits kv heads (it has 4) over `tensor` and t
 train here, and a run of several processes does not sample yet.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from configs import qwen3_8b_v6e8
 
 
 def get_config() -> ConfigDict:
-    config = qwen3_8b_v6e8.get_config()
+    config: Any = qwen3_8b_v6e8.get_config()
     config.name = "qwen3_30b_a3b_v5p16"
     config.model.source = "Qwen/Qwen3-30B-A3B"
     config.engine.mesh = {"tensor": 4}

@@ -30,8 +30,8 @@ from inference.types import MAX_TOP_LOGPROBS
 from models.attention import Array
 from models.config import ModelConfig
 from models.gather import PagedBlocks
-from models.moe import Routing
 from models.paged import Need, PagedContext, choose
+from models.router import Routing
 from models.transformer import Definition
 from sharding.reshard import abstract
 from sharding.rules import Rules

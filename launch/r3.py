@@ -36,7 +36,7 @@ from launch.plot import line_plot
 from launch.quiet import Others, warn
 from models.attention import ForestContext
 from models.config import ModelConfig, MoEConfig
-from models.routes import not_recorded, recorded
+from models.routes import not_recorded
 from models.transformer import describe
 from rl.batch import Sample, Totals, loss_batch
 from rl.build import build
@@ -177,7 +177,7 @@ def compare(masters: Mapping[str, jax.Array], samples: Sequence[Sample], dtype: 
             forest = programs.put_forest(replace(micro.forest, routes=routes))
             reading = programs["score"](trainer.state.masters, forest, temperature)
             sums[mode].append(jax.device_get(mismatch(reading.out, batch)))
-            used, known = np.asarray(reading.routed.rows), recorded_rows(replayed.rows)
+            used, known = np.asarray(reading.routed.rows), np.asarray(replayed.weight) > 0
             other[mode].append((np.sort(used, axis=-1) != np.sort(replayed.rows, axis=-1)).any(axis=-1)[known])
     means = {mode: finish(add_up(parts)) for mode, parts in sums.items()}
     wrong = {mode: np.concatenate(parts) for mode, parts in other.items()}
@@ -200,6 +200,7 @@ def gap_histogram(trainer: Trainer, samples: Sequence[Sample]) -> dict[str, floa
         return routing.gap
 
     [micro, *_] = trainer.plan(samples).micro_batches
+    assert micro.forest.routes is not None
     used = np.asarray(micro.forest.routes.weight) > 0
     gap = np.asarray(jax.jit(gaps)(trainer.state.masters, micro.forest))[:, used] / (EPS * ROUTER_SCALE)
     return {f"<{bound:g}": float((gap < bound).mean()) for bound in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)}
@@ -254,8 +255,3 @@ def plot(file: Path, steps: int) -> dict[str, Any]:
         result[replay] = {"k3": float(np.mean(lines[name])), "reward_first": ends[0], "reward_last": float(np.mean(ends[-5:]))}
     file.write_text(line_plot("bfloat16 sampler, float32 trainer", "step", "k3 of KL(sampler || trainer)", lines))
     return result | {"file": str(file)}
-
-
-def recorded_rows(rows: np.ndarray) -> np.ndarray:
-    """bool `[B, T]`: tokens with a row."""
-    return recorded(rows.reshape(-1, *rows.shape[2:])).all(axis=1).reshape(rows.shape[:2])

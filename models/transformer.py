@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from models.attention import Context
 from models.config import ModelConfig
 from models.layers import dot, dots, gated, published, rms_norm, rope_tables, rotate, weight
-from models.moe import MoE, Routing
+from models.moe import MoE
+from models.router import Routing
 from sharding.rules import Weight
 from sharding.shards import Shards, gathers
 from sharding.vocabulary import Head, lookup

@@ -20,7 +20,7 @@ import numpy as np
 
 from models.attention import Array
 from models.config import ModelConfig, MoEConfig
-from models.moe import Routing
+from models.router import Routing
 from models.routes import recorded
 from sharding.shards import Shards
 
@@ -35,9 +35,9 @@ class RouterConfig:
     router_replay: Replay = "R3"
     """whose choice of experts the trainer replays"""
     balance_coef: float = 0.0
-    """of the load-balance loss (`models.moe.Routing.balance`); 0: none"""
+    """of the load-balance loss (`models.router.Routing.balance`); 0: none"""
     z_coef: float = 0.0
-    """of the z loss (`models.moe.Routing.z`); 0: none"""
+    """of the z loss (`models.router.Routing.z`); 0: none"""
 
     def check(self, model: ModelConfig) -> None:
         """ValueError names the key and what to change."""
@@ -146,7 +146,7 @@ def per_token(routing: Routing, routes: Routes, moe: MoEConfig, shards: Shards) 
     counts = jnp.zeros((L, moe.num_experts), weight.dtype).at[layer, ids].add(weight)
     if axes := (*shards.rows, *shards.context):
         counts = jax.lax.psum(counts, axes)
-    measures = {
+    measures: dict[str, Any] = {
         "mismatch": routing.differs.mean(axis=0, dtype=routing.z.dtype),
         "mismatch_tokens": routing.differs.any(axis=0).astype(routing.z.dtype),
         "z": routing.z.mean(axis=0),

@@ -22,7 +22,8 @@ from inference.front import AsyncEngine
 from inference.runner import Runner
 from inference.scheduler import Scheduler
 from inference.types import Completion, FinishReason, Request, SamplingParams
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEConfig
+from models.routes import not_recorded
 from models.tokenizer import ByteTokenizer
 from models.transformer import Definition
 from rl.branches import Branch
@@ -48,6 +49,11 @@ MODELS = {
     )
 }
 MODELS["qwen3"] = dataclasses.replace(MODELS["llama"], family="qwen3", tied_head=False, num_kv_heads=4)
+MODELS["qwen2_moe"] = dataclasses.replace(
+    MODELS["llama"],
+    family="qwen2_moe",
+    moe=MoEConfig(num_experts=8, experts_per_token=3, ffn_dim=48, renormalise=False, shared_ffn_dim=64, shared_gate=True),
+)
 CONFIG = EngineConfig(max_context=256, context_buckets=(128, 256), max_slots=8, num_pages=64, page_size=16, tokens_per_step=64)
 RULES = Rules()
 MESH = make_mesh({"data": 1}, jax.devices()[:1])
@@ -92,7 +98,7 @@ def make_engine(family: str = "llama", version: int = 0, decode_steps: int = 8, 
     engine.config = dataclasses.replace(CONFIG, decode_steps=decode_steps)
     names = ("num_pages", "page_size", "max_slots", "max_context", "tokens_per_step")
     sizes: dict[str, Any] = {name: getattr(CONFIG, name) for name in names} | limits
-    engine.scheduler = Scheduler(**sizes)
+    engine.scheduler = Scheduler(**sizes, routes=engine.routes)
     engine.scheduler.version = version
     return engine
 
@@ -326,14 +332,20 @@ def test_random_schedules_equal_alone(limits: dict[str, Any], arrivals: list[dic
 # ---- The trainer, and an oracle
 
 
-def trainer_log_probs(family: str, completions: Sequence[Completion], temperature: float, version: int = 0) -> list:
+def trainer_log_probs(
+    family: str, completions: Sequence[Completion], temperature: float, version: int = 0, replay: bool = True
+) -> list:
     """What the trainer computes for the sampled tokens, from its own float32 masters and forest."""
     definition = Definition(MODELS[family], jnp.bfloat16, stacked=True, remat="block")
     layout = Layout(rows=1, tokens=1024, context=256, branches=16, length=64)
     branches = []
     for c in completions:
         ids = np.concatenate([np.asarray(c.prompt_ids, np.int32), c.ids])
-        branches.append(Branch(ids, np.arange(len(ids)) >= len(c.prompt_ids)))
+        rows_of = None
+        if c.routing is not None:
+            rows_of = np.concatenate([c.routing, not_recorded(1, MODELS[family])])
+            rows_of = rows_of if replay else np.full_like(rows_of, rows_of[-1, 0, 0])
+        branches.append(Branch(ids, np.arange(len(ids)) >= len(c.prompt_ids), rows_of))
 
     compute = jax.jit(lambda *arguments: read_rows(definition, *arguments).out)
     rows: dict[int, np.ndarray] = {}
@@ -379,11 +391,30 @@ def test_sampler_log_prob_is_the_trainers(family: str, report: Callable[[str], N
         assert cell != "retracted" or max(len(set(c.versions.tolist())) for c in completions) > 1
         if cell == "prefix hit":
             assert all(c.cached_tokens >= len(c.prompt_ids) - 16 for c in completions[:4])
+        for replay in (True, False) if MODELS[family].moe else ():
+            trained = trainer_log_probs(family, completions, temperature, replay=replay)
+            assert all((a == c.logprobs).all() for a, c in zip(trained, completions, strict=True)), (cell, replay)
         trained = trainer_log_probs(family, completions, temperature)
         gaps[cell] = max(abs(a - c.logprobs).max() for a, c in zip(trained, completions, strict=True))
         reconcile(engine)
     report(f"tiny {family}, sampler log-prob against trainer: " + ", ".join(f"{k} {v:g}" for k, v in gaps.items()))
     assert all(gap == 0 for gap in gaps.values()), gaps
+
+
+def dense_mlp(y: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    return (y @ gate / (1 + np.exp(-(y @ gate))) * (y @ up)) @ down
+
+
+def dense_experts(config: MoEConfig, w: dict[str, np.ndarray], y: np.ndarray) -> np.ndarray:
+    """Softmax over all experts, of which the best are taken as they are; and the shared one, weighed by its own sigmoid."""
+    scores = np.exp(y @ w["moe.router"])
+    scores /= scores.sum(-1, keepdims=True)
+    out = dense_mlp(y, w["moe.shared_gate"], w["moe.shared_up"], w["moe.shared_down"])
+    out = out / (1 + np.exp(-(y @ w["moe.shared_router"])))
+    for t, best in enumerate(np.argsort(-scores, axis=-1)[:, : config.experts_per_token]):
+        for e in best:
+            out[t] += scores[t, e] * dense_mlp(y[t], w["moe.gate"][e], w["moe.up"][e], w["moe.down"][e])
+    return out
 
 
 def dense_logits(config: ModelConfig, params: Params, ids: Sequence[int]) -> np.ndarray:
@@ -402,11 +433,14 @@ def dense_logits(config: ModelConfig, params: Params, ids: Sequence[int]) -> np.
 
     x = p["embed"][list(ids)]
     for layer in range(config.num_layers):
-        w = {name: p[f"blocks.{layer}.{name}"] for name in ("attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down")}
+        start = f"blocks.{layer}."
+        w = {name.removeprefix(start): value for name, value in p.items() if name.startswith(start)}
         y = norm(x, w["attn_norm"])
         q, k, v = (np.einsum("td,dnh->tnh", y, w[name]) for name in "qkv")
+        if config.qkv_bias:
+            q, k, v = q + w["q_bias"], k + w["k_bias"], v + w["v_bias"]
         if config.qk_norm:
-            q, k = norm(q, p[f"blocks.{layer}.q_norm"]), norm(k, p[f"blocks.{layer}.k_norm"])
+            q, k = norm(q, w["q_norm"]), norm(k, w["k_norm"])
         k, v = (np.repeat(a, config.num_heads // config.num_kv_heads, axis=1) for a in (rotated(k), v))
         scores = np.einsum("tnh,snh->nts", rotated(q), k) / np.sqrt(h)
         scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
@@ -414,8 +448,7 @@ def dense_logits(config: ModelConfig, params: Params, ids: Sequence[int]) -> np.
         out = np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
         x = x + np.einsum("tnh,nhd->td", out, w["o"])
         y = norm(x, w["mlp_norm"])
-        gate = y @ w["gate"]
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ w["up"])) @ w["down"]
+        x = x + (dense_experts(config.moe, w, y) if config.moe else dense_mlp(y, w["gate"], w["up"], w["down"]))
     return norm(x[-1], p["norm"]) @ (p["embed"].T if config.tied_head else p["head"])
 
 

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from models.config import ModelConfig, MoEConfig
 from models.grouped import grouped
-from models.moe import gates_of, select
+from models.router import gates_of, select
 from models.transformer import ALONE, Block, describe
 from sharding.mesh import make_mesh
 from sharding.rules import Rules
 from sharding.shards import Shards
 
+MOE = MoEConfig(num_experts=8, experts_per_token=3, ffn_dim=24)
 MODEL = ModelConfig(
     family="qwen3_moe",
     vocab_size=64,
@@ -33,20 +34,19 @@ MODEL = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
     max_positions=256,
-    moe=MoEConfig(num_experts=8, experts_per_token=3, ffn_dim=24),
+    moe=MOE,
 )
-assert MODEL.moe
 VARIANTS = {
-    "softmax over the selected": MODEL.moe,
-    "softmax over all": dataclasses.replace(MODEL.moe, renormalise=False),
-    "sigmoid, bias": dataclasses.replace(MODEL.moe, scoring="sigmoid", selection_bias=True, scaling=2.5),
-    "sigmoid, not renormalised": dataclasses.replace(MODEL.moe, scoring="sigmoid", renormalise=False),
-    "groups": dataclasses.replace(MODEL.moe, groups=4, groups_per_token=2),
+    "softmax over the selected": MOE,
+    "softmax over all": dataclasses.replace(MOE, renormalise=False),
+    "sigmoid, bias": dataclasses.replace(MOE, scoring="sigmoid", selection_bias=True, scaling=2.5),
+    "sigmoid, not renormalised": dataclasses.replace(MOE, scoring="sigmoid", renormalise=False),
+    "groups": dataclasses.replace(MOE, groups=4, groups_per_token=2),
     "groups, bias": dataclasses.replace(
-        MODEL.moe, scoring="sigmoid", selection_bias=True, groups=4, groups_per_token=2, experts_per_token=4
+        MOE, scoring="sigmoid", selection_bias=True, groups=4, groups_per_token=2, experts_per_token=4
     ),
-    "shared": dataclasses.replace(MODEL.moe, shared_ffn_dim=40),
-    "shared, gated": dataclasses.replace(MODEL.moe, renormalise=False, shared_ffn_dim=40, shared_gate=True),
+    "shared": dataclasses.replace(MOE, shared_ffn_dim=40),
+    "shared, gated": dataclasses.replace(MOE, renormalise=False, shared_ffn_dim=40, shared_gate=True),
 }
 
 
@@ -141,18 +141,16 @@ def test_against_one_token_at_a_time(name: str) -> None:
 
 
 def test_ties_go_to_the_lowest_id() -> None:
-    assert MODEL.moe
-    assert select(MODEL.moe, jnp.zeros((2, 8))).tolist() == [[0, 1, 2]] * 2
+    assert select(MOE, jnp.zeros((2, 8))).tolist() == [[0, 1, 2]] * 2
 
 
 def test_gates_have_the_jacobian_of_a_softmax_over_the_selected() -> None:
     """d g_i / d s_j = g_i (delta_ij - g_j) on the selected and 0 elsewhere (shared/reference/methods.md, 1.1), also where the
     replayed experts are not the router's own: zero-filled scores would give zeros there."""
-    assert MODEL.moe
     logits = np.random.default_rng(0).normal(size=(1, 8)) * 2
     ids = np.argsort(logits[0])[[0, 5, 2]][None]
-    gates = np.asarray(gates_of(MODEL.moe, jnp.asarray(logits), jnp.asarray(ids)))[0]
-    jacobian = jax.jacobian(lambda s: gates_of(MODEL.moe, s, jnp.asarray(ids))[0])(jnp.asarray(logits))[:, 0]
+    gates = np.asarray(gates_of(MOE, jnp.asarray(logits), jnp.asarray(ids)))[0]
+    jacobian = jax.jacobian(lambda s: gates_of(MOE, s, jnp.asarray(ids))[0])(jnp.asarray(logits))[:, 0]
     want = np.zeros((3, 8))
     want[:, ids[0]] = np.diag(gates) - np.outer(gates, gates)
     np.testing.assert_allclose(jacobian, want, atol=1e-12)
@@ -190,12 +188,11 @@ def test_gradients_under_replay_equal_finite_differences(name: str) -> None:
 
 def test_load_balance_and_z_have_their_published_values() -> None:
     """Uniform load or uniform probabilities give 1; logits of 0 give z = log(E)^2."""
-    assert MODEL.moe
-    params, x = weights_of(MODEL.moe), np.random.default_rng(1).normal(size=(5, 32))
-    _, routing = layer(MODEL.moe, params, x, load=np.full(8, 1 / 8))
+    params, x = weights_of(MOE), np.random.default_rng(1).normal(size=(5, 32))
+    _, routing = layer(MOE, params, x, load=np.full(8, 1 / 8))
     np.testing.assert_allclose(routing.balance, 1)
     params["router"] *= 0
-    _, routing = layer(MODEL.moe, params, x, load=np.eye(8)[0])
+    _, routing = layer(MOE, params, x, load=np.eye(8)[0])
     np.testing.assert_allclose(routing.balance, 1)
     np.testing.assert_allclose(routing.z, np.log(8) ** 2)
 
@@ -230,7 +227,6 @@ def test_grouped_products_equal_one_expert_at_a_time(sizes: list[int], platform:
 
 def test_a_token_has_the_same_bits_in_any_company() -> None:
     """bfloat16: alone, among 8, 64 or 700 others whose routing is skewed, in any place, jitted or inside a loop."""
-    assert MODEL.moe
     config = dataclasses.replace(VARIANTS["shared, gated"], num_experts=16, experts_per_token=4)
     params = {name: value.astype(np.float32) for name, value in weights_of(config).items()}
     rng = np.random.default_rng(0)
@@ -252,7 +248,7 @@ def test_a_token_has_the_same_bits_in_any_company() -> None:
 def test_shared_by_devices_equals_alone(rules: dict[str, str], skew: str, experts: int) -> None:
     """Tokens split over the experts' axis (exchanged), and whole on every device (summed); 6 experts on 4 devices stay whole.
     Values and all gradients to 1e-12, also where one expert or one device gets everything."""
-    config = dataclasses.replace(MODEL.moe, num_experts=experts, ffn_dim=24 if experts == 8 else 25)
+    config = dataclasses.replace(MOE, num_experts=experts, ffn_dim=24 if experts == 8 else 25)
     mesh = make_mesh({"data": 1, "expert": 4, "tensor": 2}, jax.devices()[:8])
     model = dataclasses.replace(MODEL, moe=config)
     weights = {n.removeprefix("blocks.0.moe."): w for n, w in describe(model, stacked=False).items() if ".0.moe." in n}
@@ -266,7 +262,7 @@ def test_shared_by_devices_equals_alone(rules: dict[str, str], skew: str, expert
     if skew == "two empty devices":
         replay[:] = np.array([rng.permutation(4)[:3] for _ in x])
 
-    def total(params: Any, x: Any, shards: Shards = ALONE, tokens: Any = None) -> jax.Array:
+    def total(params: Any, x: Any, shards: Shards = ALONE, tokens: Any = None) -> tuple[jax.Array, jax.Array]:
         run = lambda p, x, r: layer(config, p, x, r, shards=shards)[0]  # noqa: E731
         specs = shards.weight_specs(weights), shards.spec(tokens), shards.spec(tokens)
         y = shards.run(run, specs, shards.spec(tokens))(params, x, replay)
@@ -293,7 +289,7 @@ def test_shared_by_devices_equals_alone(rules: dict[str, str], skew: str, expert
 )
 def test_bad_configs_are_refused(fields: dict[str, Any], fix: str) -> None:
     with pytest.raises(ValueError, match=rf"moe\.{fix}"):
-        dataclasses.replace(MODEL.moe, **fields)
+        dataclasses.replace(MOE, **fields)
 
 
 def test_family_and_experts_belong_together() -> None:

@@ -223,14 +223,14 @@ EXPERTS = str(ROOT / "configs/qwen3_30b_a3b_v5p16.py")
 @pytest.mark.tpu
 @pytest.mark.slow
 def test_the_training_step_of_qwen3_30b_a3b_fits_v5p(report: Callable[[str], None]) -> None:
-    """fsdp 4 x expert 4, a row of 8,192 tokens a chip. Tokens travel to their experts in bfloat16 and come back in float32, with
-    a fourth of room to spare, forward and backward; what a skewed routing would take besides is counted apart."""
+    """fsdp 4 x expert 4, a row of 8,192 tokens a chip. Tokens travel to their experts in bfloat16 and come back in float32,
+    with a fourth of room to spare, forward and backward; what a skewed routing would take besides is counted apart."""
     result = compile_step("v5p:2x2x4", preset=EXPERTS)
     step, found = result["programs"]["gradients"], result["programs"]["gradients"]["collectives"]
     products = step["product_flops"] / step["model_flops"]
     report(
-        f"v5p:2x2x4 train of Qwen3-30B-A3B: {result['hbm_bytes'] / 1e9:.1f} GB a chip; products {step['product_flops']:.3g} FLOPs, "
-        f"{products:.2f} of 6N of what a token passes; {found}"
+        f"v5p:2x2x4 train of Qwen3-30B-A3B: {result['hbm_bytes'] / 1e9:.1f} GB a chip; products {step['product_flops']:.3g} "
+        f"FLOPs, {products:.2f} of 6N of what a token passes; {found}"
     )
     assert result["parameters"] == 30_532_122_624 and result["hbm_bytes"] < 95e9
     assert 1 < products < 1.25 * 4 / 3

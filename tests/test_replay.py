@@ -3,7 +3,8 @@
 Legend: B rows, T tokens of a row, L layers, E experts, k experts per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,6 +17,9 @@ import pytest
 from hypothesis import strategies as st
 
 from configs import tiny_moe
+from inference.config import EngineConfig
+from inference.engine import Engine
+from inference.types import Request, SamplingParams
 from models.compiles import CompileCounter
 from models.config import ModelConfig, MoEConfig
 from models.routes import not_recorded, recorded
@@ -27,12 +31,12 @@ from rl.forest import Layout, pack
 from rl.measures import add_up, finish
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
-from rl.routes import RouterConfig
+from rl.routes import REPLAYS, Replay, RouterConfig
 from rl.run import make_model
 from rl.trainer import Trainer
 from rl.tries import Plan, make_trie, plan
 from sharding.mesh import make_mesh
-from sharding.reshard import init
+from sharding.reshard import init, reshard
 from sharding.rules import Axes, Rules
 
 V, E, K, LAYERS, LONGEST, MOST = 12, 4, 2, 2, 24, 5
@@ -42,7 +46,7 @@ MODEL = ModelConfig(
 )  # fmt: skip
 DENSE = replace(MODEL, family="qwen3", moe=None)
 LAYOUT = Layout(rows=2, tokens=64, context=128, branches=MOST, length=LONGEST - 1, path=128)
-LOSSES = {"grpo": Objective(loss="grpo"), "sft": Objective(loss="sft")}
+OBJECTIVE = Objective(loss="grpo")
 COEFS = RouterConfig(balance_coef=0.3, z_coef=0.02)
 
 
@@ -90,35 +94,50 @@ def episodes(draw: Any) -> list[Sample]:
     return samples
 
 
+MODES = Layout(rows=1, tokens=64, context=128, branches=MOST, length=80)
+PATH = Layout(rows=1, tokens=64, context=128, branches=MOST, length=80, path=128)
+"""one row a micro-batch"""
+
+
 @cache
 def trainer(
     dtype: Any = jnp.float64,
-    router: RouterConfig = COEFS,
     layout: Layout = LAYOUT,
     axes: tuple[tuple[str, int], ...] = (("data", 1),),
     rules: tuple[tuple[str, Axes], ...] = (),
     remat: str = "none",
-    model: ModelConfig = MODEL,
+    programs: tuple[str, ...] = (),
 ) -> Trainer:
+    """Compiled: all it may need, or these programs alone. Its mode is R3; `mode` gives others, with the same programs."""
     mesh, table = make_mesh(dict(axes)), Rules(dict(rules))
-    definition = Definition(model, dtype, stacked=True)
+    definition = Definition(MODEL, dtype, stacked=True)
     masters = init(definition.weights, jax.random.key(0), jnp.float32, table.shardings(mesh, definition.weights))
     with jax.enable_x64(dtype == jnp.float64):
         made = Trainer(
-            model,
+            MODEL,
             {name: x.astype(dtype if dtype == jnp.float64 else jnp.float32) for name, x in masters.items()},
             layout=layout,
             optimizer=OptimizerConfig(learning_rate=1e-2),
-            objective=LOSSES["grpo"],
-            others=LOSSES,
+            objective=OBJECTIVE,
             dtype=dtype,
             remat=remat,
             mesh=mesh,
             rules=table,
-            router=router,
+            router=COEFS,
         )
-        made.warm_up()
+        if not programs:
+            made.warm_up()
+        for name in programs:
+            made.programs._compiled[name] = made.programs.lower("grpo", two_passes=False)[name].compile()
     return made
+
+
+@contextmanager
+def mode(made: Trainer, router_replay: Replay, **coefs: float) -> Iterator[Trainer]:
+    """What only the host sees is changed."""
+    before, made.programs.router = made.programs.router, replace(COEFS, router_replay=router_replay, **coefs)
+    yield made
+    made.programs.router = before
 
 
 class Causal:
@@ -133,7 +152,7 @@ class Causal:
 
 
 @cache
-def alone(router: RouterConfig) -> Any:
+def alone() -> Any:
     """Loss and gradient from unshared sequences in plain arrays: the definition. `real` `[N, L]`: tokens with a row."""
     definition = Definition(MODEL, jnp.float64, stacked=True)
 
@@ -143,20 +162,21 @@ def alone(router: RouterConfig) -> Any:
         def one(ids: jax.Array, rows: jax.Array):
             n, layers = len(ids), jnp.arange(LAYERS)
             hidden, _, routing = model.scan(ids, jnp.arange(n), layers, lambda layer: (Causal(), layer), rows, load)
+            assert routing is not None
             logp = jnp.take_along_axis(jax.nn.log_softmax(model.logits(hidden[:-1]), axis=-1), ids[1:, None], axis=-1)[:, 0]
             return logp, routing.balance.mean(axis=0), routing.z.mean(axis=0), routing.differs
 
         logp, balance, z, differs = jax.vmap(one)(ids_NL, rows)
-        main = LOSSES["grpo"](jnp.take_along_axis(logp, place_NL - 1, axis=1), batch)[0]
+        main = OBJECTIVE(jnp.take_along_axis(logp, place_NL - 1, axis=1), batch)[0]
         count = jnp.maximum(1, real.sum())
-        terms = router.balance_coef * (balance * real).sum() + router.z_coef * (z * real).sum()
+        terms = COEFS.balance_coef * (balance * real).sum() + COEFS.z_coef * (z * real).sum()
         mismatch = (differs * real[:, None]).sum() / count / LAYERS
         return main + terms / count, mismatch
 
     return jax.jit(jax.value_and_grad(value, has_aux=True))
 
 
-def expected(samples: Sequence[Sample], params: Any, router: RouterConfig) -> tuple[float, float, dict[str, np.ndarray]]:
+def expected(samples: Sequence[Sample], params: Any) -> tuple[float, float, dict[str, np.ndarray]]:
     """Loss, share of (token, layer) that differ, gradients."""
     ids, place = np.zeros((MOST, LONGEST), np.int32), np.ones((MOST, LONGEST - 1), np.int32)
     rows, real = not_recorded(MOST * LONGEST, MODEL).reshape(MOST, LONGEST, LAYERS, K), np.zeros((MOST, LONGEST))
@@ -172,7 +192,7 @@ def expected(samples: Sequence[Sample], params: Any, router: RouterConfig) -> tu
     batch = loss_batch(samples, range(len(samples)), Totals.of(samples), LAYOUT, 0, set())
     with jax.enable_x64(True):
         load = (load / max(1, load[0].sum())).astype(np.float32)
-        (value, mismatch), gradient = alone(router)(params, ids, rows, real, place, load, batch)
+        (value, mismatch), gradient = alone()(params, ids, rows, real, place, load, batch)
     return float(value), float(mismatch), jax.device_get(gradient)
 
 
@@ -194,19 +214,21 @@ def gradients(made: Trainer, samples: Sequence[Sample], way: str = "rows") -> tu
 
 
 @pytest.mark.parametrize("way", ["rows", "dense", "walked"])
+@pytest.mark.slow
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(samples=episodes())
 def test_gradients_are_those_of_each_branch_alone(way: str, samples: list[Sample]) -> None:
     """With losses for balance and z; 1e-9 in float64. Branches that share tokens but not rows stand apart."""
     made = trainer()
     metrics, gradient = gradients(made, samples, way)
-    value, mismatch, want = expected(samples, made.state.masters, COEFS)
+    value, mismatch, want = expected(samples, made.state.masters)
     assert metrics["loss"] == pytest.approx(value, rel=1e-9, abs=1e-9)
     assert metrics["router/mismatch"] == pytest.approx(mismatch, abs=1e-6)
     for name, x in want.items():
         np.testing.assert_allclose(gradient[name], x, rtol=1e-9, atol=1e-9, err_msg=name)
 
 
+@pytest.mark.slow
 def test_router_gradients_equal_finite_differences() -> None:
     """Through the whole model, with the experts frozen; replayed are others than the routers would choose. 1e-6 in float64."""
     made, rng = trainer(), np.random.default_rng(0)
@@ -265,7 +287,7 @@ def test_a_row_carries_routing_and_who_goes_on() -> None:
     assert (tokens, weight) == paths[first]
     assert not routes.weight[0, 8:].any() and not recorded(routes.rows[0, 8:]).any()
     trie = make_trie([a, b, c, a], sort_branches([a, b, c, a]), layout)
-    segments = [segment.routes for segment in trie.segments]
+    segments = [segment.routes for segment in trie.segments if segment.routes is not None]
     np.testing.assert_array_equal(np.concatenate([each.rows for each in segments]), routes.rows[0, :8])
     np.testing.assert_array_equal(np.concatenate([each.weight for each in segments]), routes.weight[0, :8])
     assert trie.num_tokens == 8
@@ -273,29 +295,40 @@ def test_a_row_carries_routing_and_who_goes_on() -> None:
     assert dense.routes is None and len(jax.tree.leaves(dense)) == len(jax.tree.leaves(micro.forest)) - 3
 
 
-def test_micro_batches_and_remat_change_nothing() -> None:
-    """float32, 1e-6 between cuts; of one cut, every policy has the same bits."""
-    samples = full(MOST, np.random.default_rng(1), length=40)
-    one = Layout(rows=1, tokens=256, context=128, branches=MOST, length=40)
-    want_metrics, want = gradients(trainer(jnp.float32, layout=one), samples)
-    small = replace(one, tokens=64)
-    cut = {remat: gradients(trainer(jnp.float32, layout=small, remat=remat), samples) for remat in REMAT}
-    assert len(trainer(jnp.float32, layout=small).plan(samples).micro_batches) > 2
-    for name, x in want.items():
-        np.testing.assert_allclose(cut["none"][1][name], x, rtol=0, atol=1e-6, err_msg=name)
-        for remat in REMAT:
-            np.testing.assert_array_equal(cut[remat][1][name], cut["none"][1][name], err_msg=f"{remat} {name}")
-    for name, value in want_metrics.items():
-        assert cut["none"][0][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+@pytest.mark.slow
+def test_micro_batches_change_nothing() -> None:
+    """In rows that share, in dense ones (more of them) and walked: 1e-9 in float64, the metrics too."""
+    made, samples = trainer(), full(4 * MOST, np.random.default_rng(1), stem=20)
+    counts = [len(planned_as(made, samples, way).micro_batches) for way in ("rows", "dense", "walked")]
+    assert counts[1] > counts[0] > 1 and counts[2] == 0
+    want_metrics, want = gradients(made, samples)
+    for way in ("dense", "walked"):
+        metrics, got = gradients(made, samples, way)
+        for name, x in want.items():
+            np.testing.assert_allclose(got[name], x, rtol=1e-9, atol=1e-9, err_msg=f"{way} {name}")
+        for name, value in want_metrics.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-6), name
     assert want_metrics["router/loss"] > 0.01 and want_metrics["router/balance"] > 0.5
+
+
+@pytest.mark.slow
+def test_remat_replays_the_same() -> None:
+    """bfloat16: every policy has the same bits."""
+    samples = full(MOST, np.random.default_rng(1), length=40)
+    _, want = gradients(trainer(jnp.bfloat16, PATH), samples)
+    for remat in REMAT.keys() - {"none"}:
+        _, got = gradients(trainer(jnp.bfloat16, PATH, remat=remat, programs=("grpo",)), samples)
+        for name, x in want.items():
+            np.testing.assert_array_equal(got[name], x, err_msg=f"{remat} {name}")
 
 
 # ---- meshes
 
 WIDE = Layout(rows=8, tokens=64, context=128, branches=16, length=LONGEST)
 TENSOR: tuple[tuple[str, Axes], ...] = tuple((dim, "tensor") for dim in ("heads", "kv_heads", "vocab", "ffn", "expert_ffn"))
+FSDP_EXPERT: tuple[tuple[str, Axes], ...] = (("embed", "fsdp"), ("experts", "expert"))
 MESHES: dict[str, tuple[dict[str, int], tuple[tuple[str, Axes], ...], Layout]] = {
-    "fsdp 2 x expert 2": ({"fsdp": 2, "expert": 2}, (("embed", "fsdp"), ("experts", "expert")), replace(WIDE, path=128)),
+    "fsdp 2 x expert 2": ({"fsdp": 2, "expert": 2}, FSDP_EXPERT, replace(WIDE, path=128)),
     "expert 4": ({"expert": 4}, (("experts", "expert"),), WIDE),
     "expert 2 x tensor 2": ({"expert": 2, "tensor": 2}, (("experts", "expert"), *TENSOR), WIDE),
     "data 2 x expert 4": ({"data": 2, "expert": 4}, (("experts", "expert"),), WIDE),
@@ -316,91 +349,156 @@ def skewed(ids: Sequence[int], rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_equals_one_device(name: str) -> None:
-    """Loss, metrics, every gradient, values: 1e-5 in float32; in walks too where the layout has them."""
+    """Loss, metrics, every gradient: 1e-5 in float32; in walks too, and values, where the layout has them."""
     axes, rules, layout = MESHES[name]
     rng = np.random.default_rng(2)
     samples = [each for _ in range(8) for each in full(2, rng, skewed)]
     samples = [replace(each, episode=number) for number, each in enumerate(samples)]
-    one = trainer(jnp.float32, layout=replace(WIDE, path=128))
-    many = trainer(jnp.float32, layout=layout, axes=tuple(axes.items()), rules=rules, remat="block")
+    one = trainer(jnp.float32, WIDE, programs=("grpo", "score"))
+    programs = () if layout.path else ("grpo",)
+    many = trainer(jnp.float32, layout, tuple(axes.items()), rules, remat="block", programs=programs)
+    want_metrics, want = gradients(one, samples)
+    assert want_metrics["router/max_load"] == E / 2
     for way in ("rows", "walked") if layout.path else ("rows",):
         metrics, got = gradients(many, samples, way)
-        want_metrics, want = gradients(one, samples)
         for metric, value in want_metrics.items():
             assert metrics[metric] == pytest.approx(value, rel=1e-5, abs=1e-5), metric
-        assert want_metrics["router/max_load"] == E / 2
         for weight, x in want.items():
             assert np.abs(x).max() > 1e-6
             np.testing.assert_allclose(got[weight], x, rtol=0, atol=1e-5, err_msg=f"{way} {weight}")
-    for a, b in zip(many.read(samples), one.read(samples), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    if layout.path:
+        for a, b in zip(many.read(samples), one.read(samples), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+# ---- the sampler
+
+ENGINE = EngineConfig(
+    max_context=128, context_buckets=(128,), max_slots=8, num_pages=64, page_size=8, tokens_per_step=32, token_buckets=(32,)
+)
+
+
+def sampled(dtype: Any, made: Trainer) -> list[Sample]:
+    """By an engine with the trainer's weights: two prompts, several answers of each, and one whole second turn."""
+    mesh = make_mesh({"data": 1})
+    target = Definition(MODEL, dtype, stacked=False).weights
+    shardings = Rules().shardings(mesh, target)
+    params = reshard(made.state.masters, made.definition.weights, target, shardings, dtype)
+    engine = Engine(MODEL, ENGINE, params, version=0, dtype=dtype, mesh=mesh, rules=Rules())
+    engine.warm_up()
+    rng = np.random.default_rng(0)
+
+    def ask(name: str, prompt: Sequence[int], routing: np.ndarray | None = None) -> Request:
+        params = SamplingParams(max_tokens=12, temperature=1.0, seed=len(name) + len(prompt))
+        return Request(id=name, prompt_ids=tuple(prompt), params=params, routing=routing)
+
+    prompts = [rng.integers(0, V, n).tolist() for n in (9, 30)]
+    done = engine.run([ask(f"{n}{'x' * k}", prompt) for n, prompt in enumerate(prompts) for k in range(2)])
+    first = done[0]
+    more = [*first.prompt_ids, *first.ids, *rng.integers(0, V, 5).tolist()]
+    done += engine.run([ask("again", more, first.routing)])
+    samples = []
+    for number, each in enumerate(done):
+        ids, n = np.asarray([*each.prompt_ids, *each.ids], np.int32), len(each.prompt_ids)
+        assert first.routing is not None and each.routing is not None
+        before = first.routing[: each.routing_start]
+        routing = np.concatenate([before, each.routing, not_recorded(1, MODEL)])
+        logprobs, weights = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.float32)
+        logprobs[n:], weights[n:] = each.logprobs, 1
+        samples.append(Sample(ids=ids, weights=weights, logprobs=logprobs, advantages=weights, episode=number, routing=routing))
+    return samples
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 0), (jnp.float32, 1e-5)])
+def test_the_sampler_agrees(dtype: Any, tolerance: float) -> None:
+    """In rows with shared prefixes, alone, walked, and on a mesh; nothing is routed in another way than it would be."""
+    made = trainer(dtype, PATH)
+    restart(made)
+    samples = sampled(dtype, made)
+    assert all(recorded(s.routing[:-1]).all() for s in samples if s.routing is not None)
+    assert made.plan(samples).stats.compression > 1.3
+    readings = {"rows": made.read(samples), "alone": [made.read([s])[0] for s in samples]}
+    with jax.enable_x64(False):
+        walked = made._readings(samples, planned_as(made, samples, "walked"), made.state.masters, jnp.float32(1))
+    layout, axes = replace(PATH, rows=4), (("fsdp", 2), ("expert", 2))
+    mesh = trainer(dtype, layout, axes, FSDP_EXPERT, programs=("score",))
+    readings |= {"walked": walked.out, "mesh": mesh.read(samples)}
+    for way, read in readings.items():
+        for got, s in zip(read, samples, strict=True):
+            np.testing.assert_allclose(got, s.logprobs[s.trained], rtol=0, atol=tolerance, err_msg=way)
+    assert gradients(made, samples)[0]["router/mismatch"] == 0
 
 
 # ---- modes
 
 
-def restart(made: Trainer) -> None:
-    """In its first state."""
-    definition = made.definition
-    masters = init(definition.weights, jax.random.key(0), jnp.float32, made.programs.shardings)
-    made.state = made.programs.init(masters)
-
-
-def own_rows(made: Trainer, s: Sample) -> np.ndarray:
-    """[n, L, k]: what the model chooses on a sequence alone."""
-    with jax.enable_x64(made.definition.dtype == jnp.float64):
-        model = made.definition.bind(made.state.masters)
-        _, routing = model.forward(jnp.asarray(s.ids), jnp.arange(len(s.ids)), Causal())
-    assert routing is not None
-    return np.moveaxis(np.asarray(routing.ids), 0, 1)
-
-
-@pytest.mark.parametrize("way", ["rows", "walked"])
-def test_r2_replays_the_trainers_own_rows(way: str) -> None:
-    made = trainer(router=replace(COEFS, router_replay="R2"))
+@pytest.mark.slow
+def test_r2_replays_the_trainers_own_rows() -> None:
+    made = trainer()
+    model_forward = jax.jit(lambda params, ids: own_rows(made.definition, params, ids))
     for s in full(3, np.random.default_rng(3)):
-        with jax.enable_x64(True):
-            planned = made._own_routes(planned_as(made, [s], way), made.programs.put(np.float32(1)))
-        rows = np.concatenate([part.rows.reshape(-1, LAYERS, K) for part in planned.routes])[: len(s.ids)]
-        np.testing.assert_array_equal(rows, own_rows(made, s))
+        for way in ("rows", "walked"):
+            with jax.enable_x64(True), mode(made, "R2"):
+                planned = made._own_routes(planned_as(made, [s], way), made.programs.put(np.float32(1)))
+                want = model_forward(made.state.masters, s.ids)
+            rows = np.concatenate([part.rows.reshape(-1, LAYERS, K) for part in planned.routes])[: len(s.ids)]
+            np.testing.assert_array_equal(rows, want)
 
 
+def own_rows(definition: Definition, params: Any, ids: jax.Array) -> jax.Array:
+    """[n, L, k]: what the model chooses on a sequence alone."""
+    _, routing = definition.bind(params).forward(ids, jnp.arange(len(ids)), Causal())
+    assert routing is not None
+    return jnp.moveaxis(routing.ids, 0, 1)
+
+
+@pytest.mark.slow
 def test_modes_do_what_they_say() -> None:
     """bfloat16, several micro-batches. The trainer's own rows differ from themselves in nothing, and replaying them is routing
     oneself, bit for bit; the sampler's rows are used by R3 alone, and those that were not recorded by nobody."""
-    layout = Layout(rows=1, tokens=64, context=128, branches=MOST, length=40)
-    samples = full(MOST, np.random.default_rng(4), length=40)
+    made, samples = trainer(jnp.bfloat16, MODES, programs=("grpo", "score")), full(MOST, np.random.default_rng(4), length=40)
     empty = [replace(s, routing=None) for s in samples]
-    got = {}
-    for mode in ("off", "R2", "R3"):
-        made = trainer(jnp.bfloat16, RouterConfig(router_replay=mode, z_coef=0.1), layout)
-        assert len(made.plan(samples).micro_batches) > 2
-        got[mode] = gradients(made, samples)
-    got["empty"] = gradients(made, empty)
-    for mode in ("off", "R2", "empty"):
-        assert got[mode][0]["router/mismatch"] == got[mode][0]["router/mismatch_tokens"] == 0
-        for name, x in got["off"][1].items():
-            np.testing.assert_array_equal(got[mode][1][name], x, err_msg=f"{mode} {name}")
+    got, read = {}, {}
+    assert len(made.plan(samples).micro_batches) > 2
+    for replay in REPLAYS:
+        with mode(made, replay, balance_coef=0):
+            got[replay], read[replay] = gradients(made, samples), made.read(samples)
+    with mode(made, "R3", balance_coef=0):
+        got["empty"], read["empty"] = gradients(made, empty), made.read(empty)
+    for name in ("off", "R2", "empty"):
+        assert got[name][0]["router/mismatch"] == got[name][0]["router/mismatch_tokens"] == 0
+        for weight, x in got["off"][1].items():
+            np.testing.assert_array_equal(got[name][1][weight], x, err_msg=f"{name} {weight}")
+        np.testing.assert_array_equal(read[name], read["off"])  # a frozen model reads with the sampler's rows, or its own
     assert 0.5 < got["R3"][0]["router/mismatch"] < got["R3"][0]["router/mismatch_tokens"] <= 1
     assert np.abs(got["R3"][1]["blocks.moe.router"] - got["off"][1]["blocks.moe.router"]).max() > 1e-4
-    assert made.read(samples)[0] != pytest.approx(made.read(empty)[0], abs=1e-4)
+    assert np.abs(np.asarray(read["R3"]) - read["off"]).max() > 1e-4
 
 
+def restart(made: Trainer) -> None:
+    """In its first state."""
+    masters = init(made.definition.weights, jax.random.key(0), jnp.float32, made.programs.shardings)
+    made.state = made.programs.init(masters)
+
+
+@pytest.mark.slow
 def test_r2_fixes_the_rows_of_the_step_before_it() -> None:
-    """One step moves the router; its rows are those from before it, and the next step has others."""
-    made = trainer(jnp.float32, RouterConfig(router_replay="R2", balance_coef=1.0), replace(LAYOUT, path=0))
+    """Its rows are those of the weights before the step, step after step; the balance loss evens them out."""
+    made, samples = trainer(jnp.float32, PATH), full(MOST, np.random.default_rng(5))
     restart(made)
-    samples, losses = full(MOST, np.random.default_rng(5)), []
-    for _ in range(6):
-        metrics = made.train(samples)
-        assert metrics["router/mismatch"] == 0
-        losses.append(metrics["router/max_load"])
-    assert min(losses[1:]) < losses[0]
+    loads = []
+    with mode(made, "R2"):
+        for _ in range(8):
+            metrics = made.train(samples)
+            assert metrics["router/mismatch"] == 0
+            loads.append(metrics["router/balance"])
+    assert min(loads) < loads[0] and len(set(loads)) > 4
 
 
+@pytest.mark.slow
 def test_a_forward_only_call_leaves_nothing_behind() -> None:
-    made = trainer(jnp.float32, COEFS, replace(LAYOUT, path=0))
-    samples = full(MOST, np.random.default_rng(6))
+    made, samples = trainer(jnp.float32, PATH), full(MOST, np.random.default_rng(6))
     after = []
     for read in (False, True):
         restart(made)
@@ -409,21 +507,23 @@ def test_a_forward_only_call_leaves_nothing_behind() -> None:
             made.read(full(2, np.random.default_rng(7)))
         metrics = made.train(samples)
         after.append(({k: v for k, v in metrics.items() if "time/" not in k}, jax.device_get(made.state)))
-    assert after[0][0] == after[1][0]
-    jax.tree.map(np.testing.assert_array_equal, after[0][1], after[1][1])
+    assert after[0][0].keys() == after[1][0].keys()
+    jax.tree.map(np.testing.assert_array_equal, after[0], after[1])
 
 
-@pytest.mark.parametrize("router", [COEFS, RouterConfig(router_replay="R2", balance_coef=0.1)])
-def test_nothing_compiles_after_warm_up(router: RouterConfig) -> None:
-    made = trainer(jnp.float32, router, Layout(rows=1, tokens=64, context=128, branches=MOST, length=80, path=128))
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", ["R2", "R3"])
+def test_nothing_compiles_after_warm_up(replay: Replay) -> None:
+    made = trainer(jnp.float32, PATH)
     restart(made)
     rng = np.random.default_rng(8)
     deep, flat = full(3, rng, length=100, stem=60), full(2, rng)
-    made.train(flat)
-    with CompileCounter() as compiles:
-        metrics = made.train([*deep, *(replace(s, episode=9) for s in flat)])
-        made.read(deep)
+    with mode(made, replay):
         made.train(flat)
+        with CompileCounter() as compiles:
+            metrics = made.train([*deep, *(replace(s, episode=9) for s in flat)])
+            made.read(deep)
+            made.train(flat)
     assert compiles.count == 0 and (metrics["walked_tries"], metrics["micro_batches"]) == (1, 1)
 
 
@@ -452,10 +552,10 @@ def test_rows_that_cannot_be_the_models_are_refused(change: Any, message: str) -
 
 def test_balance_needs_every_row() -> None:
     samples = full(2, np.random.default_rng(10))
-    samples[1].routing[3] = 255
-    with pytest.raises(
-        ValueError, match="balance_coef: some tokens have no recorded .* router_replay to 'R2', or balance_coef to 0"
-    ):
+    holes = samples[1].routing
+    assert holes is not None
+    holes[3] = 255
+    with pytest.raises(ValueError, match="balance_coef: some tokens have no recorded .* set trainer.router_replay to 'R2', or"):
         trainer().train(samples)
 
 
