@@ -21,5 +21,5 @@ def get_config() -> ConfigDict:
         }
     )
     del config.engine.rules["ffn"], config.trainer.rules["ffn"]  # experts have one of their own
-    config.trainer.update({"router_replay": "R3", "z_coef": 1e-4})
+    config.trainer.update({"router_replay": "R3", "balance_coef": 1e-2, "z_coef": 1e-4})
     return config

@@ -304,8 +304,9 @@ STEPS = 20
 LONG = (f"--config.steps={STEPS}", "--config.evaluation.every=5", "--config.checkpoint.every=5")
 
 
-def start(run_dir: Path, *overrides: str, devices: int = 1) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "launch.train", "--config", "configs/tiny.py", f"--config.run_dir={run_dir}", *overrides]
+def start(run_dir: Path, *overrides: str, devices: int = 1, config: str = "tiny") -> subprocess.Popen[str]:
+    file = f"configs/{config}.py"
+    command = [sys.executable, "-m", "launch.train", "--config", file, f"--config.run_dir={run_dir}", *overrides]
     environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     return subprocess.Popen(command, cwd=REPO, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -447,3 +448,26 @@ def test_trainer_and_engine_on_their_own_meshes(tmp_path: Path) -> None:
     assert many["eval_after"] == pytest.approx(one["eval_after"], abs=1e-5)
     assert many["compiles_after_warmup"] == one["compiles_after_warmup"] == 0
     assert 0 < many["max_abs_logprob_gap"] < 1e-5
+
+
+@pytest.mark.slow
+def test_experts_learn_with_replay_and_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """The sampler's rows are there for every token (the balance loss needs them), and the trainer routes as the sampler did;
+    killed between checkpoints, the run writes the same files."""
+    whole, again = (tmp_path / name / "tiny_moe" for name in ("whole", "again"))
+    options = ("--config.steps=12", "--config.evaluation.every=6")
+    result = finished(start(whole.parent, *options, config="tiny_moe"))
+    assert result["eval_after"] > result["eval_before"] + 0.2
+    assert result["max_abs_logprob_gap"] == 0 and result["mean_k3"] == 0 and result["compiles_after_warmup"] == 0
+    lines = lines_of(whole / "metrics.jsonl")
+    assert all(line["router/mismatch"] == 0 and line["router/loss"] > 0.01 for line in lines)
+
+    def steps_done() -> int:
+        path = again / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    kill_when(start(again.parent, *options, config="tiny_moe"), lambda: steps_done() >= 7)
+    assert steps_done() < 12
+    finished(start(again.parent, *options, config="tiny_moe"))
+    assert lines_of(again / "metrics.jsonl") == lines
+    assert rollouts_of(again) == rollouts_of(whole)
