@@ -11,15 +11,9 @@ from configs import tiny
 def get_config() -> ConfigDict:
     config = tiny.get_config()
     config.name = "tiny_moe"
-    config.model.update(
-        {
-            "shape": {
-                "family": "qwen3_moe",
-                "tied_head": False,
-                "moe": {"num_experts": 8, "experts_per_token": 2, "ffn_dim": 64},
-            }
-        }
-    )
-    del config.engine.rules["ffn"], config.trainer.rules["ffn"]  # experts have one of their own
-    config.trainer.update({"router_replay": "R3", "balance_coef": 1e-2, "z_coef": 1e-4})
+    moe = {"num_experts": 8, "experts_per_token": 2, "ffn_dim": 64}
+    config.update({"model": {"shape": {"family": "qwen3_moe", "tied_head": False, "moe": moe}}})
+    config.update({"trainer": {"router_replay": "R3", "balance_coef": 1e-2, "z_coef": 1e-4}})
+    for side in ("engine", "trainer"):
+        del config[side]["rules"]["ffn"]  # no layer has it: experts have an `expert_ffn`
     return config
