@@ -338,7 +338,6 @@ TENSOR: tuple[tuple[str, Axes], ...] = tuple((dim, "tensor") for dim in ("heads"
 FSDP_EXPERT: tuple[tuple[str, Axes], ...] = (("embed", "fsdp"), ("experts", "expert"))
 MESHES: dict[str, tuple[dict[str, int], tuple[tuple[str, Axes], ...], Layout]] = {
     "fsdp 2 x expert 2": ({"fsdp": 2, "expert": 2}, FSDP_EXPERT, replace(WIDE, path=128)),
-    "expert 4": ({"expert": 4}, (("experts", "expert"),), WIDE),
     "expert 2 x tensor 2": ({"expert": 2, "tensor": 2}, (("experts", "expert"), *TENSOR), WIDE),
     "data 2 x expert 4": ({"data": 2, "expert": 4}, (("experts", "expert"),), WIDE),
     "expert 2 x context 2": (
