@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from inference.config import MIN_ROWS, EngineConfig
+from inference.config import MIN_ROWS, EngineConfig, captures
 from inference.routing import Places
 from inference.sampler import Warp, empty_warp, warp_row
 from inference.scheduler import Sequence
@@ -117,7 +117,7 @@ class Shapes:
 
     def __init__(self, config: EngineConfig, model: ModelConfig, platform: str):
         self.config, self.model = config, model
-        self.captures = config.capture_routing and model.moe is not None
+        self.captures = captures(model, config)
         self.width = config.max_context // KEY_BLOCK
         scores = SCORES_PER_CHUNK.get(platform, 1 << 27) // 2
         self._chunk = scores // (QUERY_BLOCK * model.num_heads * KEY_BLOCK)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from models.attention import KEY_BLOCK
+from models.config import ModelConfig
 
 MIN_ROWS = 8
 """fewest rows of any product: fewer are slower (measured), and a single one has other bits"""
@@ -81,3 +82,8 @@ class EngineConfig:
     def key_blocks(self, rows: int) -> tuple[int, ...]:
         """Sizes of a decode of so many rows, in key blocks of all rows together."""
         return tuple(sorted({max(rows, -(-rows * context // KEY_BLOCK)) for context in self.contexts}))
+
+
+def captures(model: ModelConfig, config: EngineConfig) -> bool:
+    """Whether an engine records how tokens are routed."""
+    return model.moe is not None and config.capture_routing

@@ -13,9 +13,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from inference.config import EngineConfig
+from inference.config import EngineConfig, captures
 from models.attention import KEY_BLOCK
 from models.config import ModelConfig
+from models.routes import not_recorded
 from models.transformer import describe
 from sharding.rules import Rules
 
@@ -51,6 +52,8 @@ class MemoryPlan:
     num_pages: int
     """the trash page among them"""
     max_context: int
+    row_bytes: int = 0
+    """of one token's routing, in host memory; 0 where none is recorded"""
 
     @property
     def table_bytes(self) -> int:
@@ -84,6 +87,8 @@ class MemoryPlan:
         return (self.num_pages - 1) // -(-self.max_context // self.page_size)
 
     def __str__(self) -> str:
+        rows = self.num_pages * self.page_size * self.row_bytes
+        host = f"\nrouting: {amount(self.row_bytes)} a token, {amount(rows)} of host memory" if rows else ""
         chips = f"each of {self.num_chips} chips" if self.num_chips > 1 else "1 chip"
         return (
             f"engine memory, {chips}: {amount(self.total_bytes)} = weights {amount(self.weight_bytes)} + pages "
@@ -91,7 +96,7 @@ class MemoryPlan:
             f"pages: {self.num_pages} of {self.page_size} tokens, {amount(self.token_bytes)} a token and chip; "
             f"they hold {self.num_tokens:,} tokens\n"
             f"longest sequence: {self.longest_context:,} tokens; {self.full_sequences} of max_context "
-            f"({self.max_context:,}) at once"
+            f"({self.max_context:,}) at once{host}"
         )
 
 
@@ -117,6 +122,7 @@ def plan(model: ModelConfig, config: EngineConfig, dtype: DTypeLike, mesh: Mesh 
         page_size=config.page_size,
         num_pages=config.num_pages,
         max_context=config.max_context,
+        row_bytes=not_recorded(1, model).nbytes if captures(model, config) else 0,
     )
 
 

@@ -136,7 +136,7 @@ class PrefixTree:
                 child, n = node.nearest((*path, *kind[alike:]))
                 if child is not None and kind is free:
                     n = replayed.alike(child.page, at, range(alike, n))
-                if n > alike:
+                if child is not None and n > alike:
                     path, alike = child.tokens[:n], n
                     best = max(best, (child, n), key=lambda found: found[1])
         return best

@@ -78,10 +78,10 @@ class Routes:
 
 def marks(ids: Sequence[int], known: np.ndarray) -> list[int]:
     """What tokens with such rows are known by: a number for id and row, the id alone where the row says nothing."""
-    flat, free = known.tobytes(), (~recorded(known).any(axis=1)).tolist()
+    flat, says = known.tobytes(), [bool(row.any()) for row in recorded(known)]
     width = len(flat) // max(len(known), 1)
-    digests = [hash(flat[i * width : (i + 1) * width]) % 2**64 + 2**64 for i in range(len(known))]
-    return [token if own else token + (digest << 32) for token, own, digest in zip(ids, free, digests, strict=False)]
+    digests = [hash(flat[i * width : (i + 1) * width]) % 2**64 + 2**64 if says[i] else 0 for i in range(len(known))]
+    return [token + (digest << 32) for token, digest in zip(ids, digests, strict=False)]
 
 
 def merged(known: np.ndarray | None, rows: np.ndarray) -> np.ndarray:

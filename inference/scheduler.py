@@ -217,7 +217,7 @@ class Scheduler:
         return sequence.request.adapter, tuple(sequence.keys[: min(SHORTEST_TAIL, self.page_size)])
 
     def _replayed(self, sequence: Sequence) -> Replayed | None:
-        if self.routes is None or not sequence.path:
+        if self.routes is None or sequence.known is None or not sequence.path:
             return None
         return Replayed(sequence.ids, partial(self.routes.alike, sequence.known))
 

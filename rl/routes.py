@@ -146,7 +146,7 @@ def per_token(routing: Routing, routes: Routes, moe: MoEConfig, shards: Shards) 
     counts = jnp.zeros((L, moe.num_experts), weight.dtype).at[layer, ids].add(weight)
     if axes := (*shards.rows, *shards.context):
         counts = jax.lax.psum(counts, axes)
-    measures = {
+    measures: dict[str, Any] = {
         "mismatch": routing.differs.mean(axis=0, dtype=routing.z.dtype),
         "mismatch_tokens": routing.differs.any(axis=0).astype(routing.z.dtype),
         "z": routing.z.mean(axis=0),
@@ -161,8 +161,8 @@ def per_token_specs(routes: Routes | None, tokens: Any, nothing: Any) -> Any:
     if routes is None:
         return None
     names = ("mismatch", "mismatch_tokens", "z", *(["balance"] if routes.load is not None else []))
-    specs: dict[str, Any] = dict.fromkeys(names, tokens)
-    return PerToken(tokens, specs, nothing)
+    measures: Any = dict.fromkeys(names, tokens)
+    return PerToken(tokens, measures, nothing)
 
 
 def add_tokens(parts: PerToken | None, routes: Routes | None) -> Routed | None:

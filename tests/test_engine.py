@@ -97,7 +97,7 @@ def make_engine(family: str = "llama", version: int = 0, decode_steps: int = 8, 
     engine.runner._programs = programs(family, CONFIG)
     engine.config = dataclasses.replace(CONFIG, decode_steps=decode_steps)
     names = ("num_pages", "page_size", "max_slots", "max_context", "tokens_per_step")
-    sizes: dict[str, int] = {name: getattr(CONFIG, name) for name in names} | limits
+    sizes: dict[str, Any] = {name: getattr(CONFIG, name) for name in names} | limits
     engine.scheduler = Scheduler(**sizes, routes=engine.routes)
     engine.scheduler.version = version
     return engine

@@ -114,6 +114,15 @@ def test_plan_as_text() -> None:
     ]
 
 
+def test_rows_of_routing_are_the_hosts() -> None:
+    """48 layers, 8 experts of a token, a byte each."""
+    assert str(replace(PLAN, row_bytes=384)).splitlines()[-1] == "routing: 384 bytes a token, 600 KiB of host memory"
+    model = replace(MODEL, family="qwen3_moe", num_layers=48, moe=MoEConfig(num_experts=128, experts_per_token=8, ffn_dim=8))
+    assert plan(model, CONFIG, jnp.bfloat16, make_mesh({"data": 1}), Rules()).row_bytes == 384
+    without = replace(CONFIG, capture_routing=False)
+    assert plan(model, without, jnp.bfloat16, make_mesh({"data": 1}), Rules()).row_bytes == 0
+
+
 @pytest.mark.parametrize("free", [167_999, 120_000, 60_000, 25_000])
 def test_the_number_that_a_refusal_gives_fits(free: int) -> None:
     with pytest.raises(ValueError, match=r"engine\.num_pages: 100 pages .* is free beside the weights; lower it to") as refused:

@@ -24,8 +24,9 @@ def asked(name: str, ids: Items[int], max_tokens: int = 4, *, priority: int = 0,
     return Request(id=name, prompt_ids=tuple(ids), params=sampling, priority=priority, adapter=adapter)
 
 
-def scheduler(**sizes: int) -> Scheduler:
-    return Scheduler(**({"num_pages": 33, "page_size": SIZE, "max_slots": 4, "max_context": 64, "tokens_per_step": 16} | sizes))
+def scheduler(**sizes: Any) -> Scheduler:
+    given = {"num_pages": 33, "page_size": SIZE, "max_slots": 4, "max_context": 64, "tokens_per_step": 16}
+    return Scheduler(**{**given, **sizes})
 
 
 Keys = tuple[int, str, int]
@@ -336,7 +337,7 @@ class Watched(Scheduler):
 class Schedule:
     """Carries out random actions."""
 
-    def __init__(self, sizes: dict[str, int]):
+    def __init__(self, sizes: dict[str, Any]):
         self.books = Watched(**sizes)
         self.device = Device(self.books)
         self.sequences: list[Sequence] = []
