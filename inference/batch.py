@@ -14,7 +14,7 @@ import numpy as np
 from inference.config import MIN_ROWS, EngineConfig, captures
 from inference.routing import Places
 from inference.sampler import Warp, empty_warp, warp_row
-from inference.scheduler import Sequence
+from inference.sequence import Sequence
 from inference.types import MAX_STOP_IDS
 from models.attention import KEY_BLOCK, SCORES_PER_CHUNK, Array, Ragged
 from models.config import ModelConfig

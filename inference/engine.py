@@ -26,7 +26,8 @@ from inference.record import completion_of, prepare, record, record_prompt, toke
 from inference.routing import Routes
 from inference.runner import Runner
 from inference.sampler import table_rows
-from inference.scheduler import Plan, Scheduler, Sequence
+from inference.scheduler import Plan, Scheduler
+from inference.sequence import Sequence
 from inference.text import TokenizerLike
 from inference.types import Completion, FinishReason, Request, Tokens
 from models.config import ModelConfig
@@ -254,8 +255,8 @@ class Engine:
     def _read(self, step: _Step) -> None:
         """Waits for the step's results and records them."""
         out, rows = self.runner.parted(np.asarray(step.out[0]), step.batch)
-        if self.routes is not None and rows is not None:
-            self._keep_rows(step, self.routes, rows)
+        if rows is not None:
+            self.scheduler.read(step.plan, step.firsts, rows)
         size = step.batch.tokens.shape[0]
         if step.plan.steps:
             longest = 0
@@ -272,11 +273,6 @@ class Engine:
             if step.sampling[row]:
                 self._record(sequence, step, out[None, :, row])
             at += n
-
-    def _keep_rows(self, step: _Step, routes: Routes, rows: np.ndarray) -> None:
-        routes.read(rows[: step.plan.steps] if step.plan.steps else rows)
-        for (sequence, n), first, left in zip(step.plan.chunks, step.firsts, step.plan.left, strict=True):
-            sequence.routed = first + (min(step.plan.steps, left) if step.plan.steps else n)
 
     def _record(self, sequence: Sequence, step: _Step, packed: np.ndarray) -> int:
         """Records what a row sampled, `[steps, ...]`, up to its end; returns how many steps the row took."""
@@ -315,8 +311,6 @@ class Engine:
         """After a failed step: what the books say of the pool may not have happened, so every sequence is prefilled again."""
         self._unread = None
         self.scheduler.start_over()
-        if self.routes is not None:
-            self.routes.lost()
         self.runner.release()
         self.runner.allocate()
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from inference.routing import Routes
-from inference.scheduler import Sequence
+from inference.sequence import Sequence
 from inference.text import Detokenizer, StopStrings, TokenizerLike
 from inference.types import MAX_TOP_LOGPROBS, Completion, FinishReason, PromptLogprobs, Tokens
 from models.config import ModelConfig

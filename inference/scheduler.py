@@ -8,7 +8,7 @@ what has been read: `pending` tokens are sampled on the device, and the host doe
 import bisect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,81 +16,8 @@ import numpy as np
 from inference.pages import PagePool
 from inference.prefix import SHORTEST_TAIL, Match, PrefixTree, Replayed, common
 from inference.routing import Routes, marks, merged
-from inference.text import Detokenizer, StopStrings
-from inference.types import FinishReason, PromptLogprobs, Request, Tokens
-
-
-@dataclass(eq=False)
-class Sequence:
-    request: Request
-    arrival: int
-    ids: list[int]
-    """prompt, then what was sampled and read"""
-    on_tokens: Callable[[Tokens], None] | None = None
-    pending: int = 0
-    """tokens sampled after `ids` that were not read yet"""
-    computed: int = 0
-    pages: list[int] = field(default_factory=list)
-    slot: int = -1
-    logprobs: list[float] = field(default_factory=list)
-    logprobs_full: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    """ids and log-probs of the likeliest tokens at each sampled place"""
-    prompt_logprobs: PromptLogprobs | None = None
-    """filled as the prompt is computed"""
-    prompt_done: int = 1
-    """prompt tokens whose log-probs are known, or on their way; the first has none"""
-    text: tuple[Detokenizer, StopStrings] | None = None
-    """where stop strings are looked for"""
-    behind: "tuple[Sequence, int] | None" = None
-    """the prefill that it waits for, and how many tokens of that are too few to look again"""
-    cached: int | None = None
-    """prompt tokens found cached at the first admission"""
-    prefilled: int = 0
-    private: bool = False
-    """its pages hold keys of more than one version (pause mode keep): they never enter the prefix tree"""
-    known: np.ndarray | None = None
-    """`[n, L, k]`: how its first n tokens are routed when they are computed"""
-    given: int = 0
-    """rows that came with the request"""
-    routed: int = 0
-    """tokens of whom the store has a row that was read"""
-    origin: int | None = None
-    """version at which its first token was computed; None if its first rows came with the request"""
-    marks: list[int] | None = None
-    """its first tokens with `known`, as keys of the prefix tree"""
-    path: list[int] = field(default_factory=list)
-    """what its first tokens are known by; the others, and all where this is empty, by their ids"""
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
-    @property
-    def keys(self) -> list[int]:
-        """What its cached state is known by."""
-        return [*self.path, *self.ids[len(self.path) :]] if self.path else self.ids
-
-    @property
-    def uncomputed(self) -> int:
-        return len(self.ids) + self.pending - self.computed
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.ids) + self.pending - len(self.request.prompt_ids)
-
-    @property
-    def wants_prompt(self) -> bool:
-        return self.prompt_logprobs is not None and self.prompt_done < len(self.request.prompt_ids)
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether it may end before its budget does."""
-        params = self.request.params
-        return bool(params.stop) or (bool(params.stop_ids) and not params.ignore_eos)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.request.priority, self.arrival
+from inference.sequence import Sequence
+from inference.types import FinishReason, Request, Tokens
 
 
 @dataclass(frozen=True)
@@ -307,6 +234,8 @@ class Scheduler:
                 sequence.prompt_done = 1
             self._leave(sequence)
             bisect.insort(self.waiting, sequence, key=_order)
+        if self.routes is not None:
+            self.routes.lost()
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -395,6 +324,17 @@ class Scheduler:
                 sequence.prefilled += tokens  # what the other decode steps compute they have sampled
                 if tokens > 1:
                     self._remember(sequence)  # chunk by chunk: whoever waits for it finds it cached
+
+    def read(self, plan: Plan, firsts: list[int], rows: np.ndarray) -> None:
+        """Puts the routing of a plan's step, `[T, L, k]` or `[steps, S, L, k]`, beside the pages.
+
+        Args:
+            firsts: tokens of each sequence that were computed before.
+        """
+        assert self.routes is not None
+        self.routes.read(rows[: plan.steps] if plan.steps else rows)
+        for (sequence, n), first, left in zip(plan.chunks, firsts, plan.left, strict=True):
+            sequence.routed = first + (min(plan.steps, left) if plan.steps else n)
 
     def _remember(self, sequence: Sequence) -> None:
         # Of a fresh one nothing was computed, and a page that was to be copied for it is empty.

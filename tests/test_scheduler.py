@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.prefix import SHORTEST_TAIL, Match, common
-from inference.scheduler import Plan, Scheduler, Sequence
+from inference.scheduler import Plan, Scheduler
+from inference.sequence import Sequence
 from inference.types import FinishReason, PromptLogprobs, Request, SamplingParams
 
 SIZE = 8
