@@ -81,7 +81,7 @@ def marks(ids: Sequence[int], known: np.ndarray) -> list[int]:
     flat, says = known.tobytes(), [bool(row.any()) for row in recorded(known)]
     width = len(flat) // max(len(known), 1)
     digests = [hash(flat[i * width : (i + 1) * width]) % 2**64 + 2**64 if says[i] else 0 for i in range(len(known))]
-    return [token + (digest << 32) for token, digest in zip(ids, digests, strict=False)]
+    return [int(token) + (digest << 32) for token, digest in zip(ids, digests, strict=False)]
 
 
 def merged(known: np.ndarray | None, rows: np.ndarray) -> np.ndarray:

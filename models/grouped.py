@@ -35,7 +35,7 @@ def grouped(
 def _grouped(
     x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array, dtype: np.dtype, platform: str
 ) -> tuple[jax.Array, ...]:
-    return tuple(_rows(x, w, sizes, dtype, platform) for w in weights)
+    return _rows((x,) * len(weights), weights, sizes, dtype, platform)
 
 
 def _grouped_forward(x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array, dtype: np.dtype, platform: str):
@@ -45,34 +45,42 @@ def _grouped_forward(x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Ar
 def _grouped_backward(dtype: np.dtype, platform: str, saved: tuple, gs: tuple[jax.Array, ...]):
     x, like, weights, sizes = saved
     x = restored(x, dtype)
-    parts = (_rows(g, w.swapaxes(1, 2), sizes, dtype, platform) for g, w in zip(gs, weights, strict=True))
-    dx = reduce(jnp.add, parts).astype(like.dtype)
-    return dx, tuple(_matrices(x, g, sizes, dtype, platform).astype(w.dtype) for g, w in zip(gs, weights, strict=True)), None
+    dx = reduce(jnp.add, _rows(gs, [w.swapaxes(1, 2) for w in weights], sizes, dtype, platform)).astype(like.dtype)
+    new = _matrices(x, gs, sizes, dtype, platform)
+    return dx, tuple(dw.astype(w.dtype) for dw, w in zip(new, weights, strict=True)), None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _rows(x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: np.dtype, platform: str) -> jax.Array:
-    x, w = x.astype(dtype), w.astype(dtype)
+def _rows(
+    xs: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, dtype: np.dtype, platform: str
+) -> tuple[jax.Array, ...]:
+    """Of each x with its own weights."""
+    xs, weights = [x.astype(dtype) for x in xs], [w.astype(dtype) for w in weights]
     if platform == "cpu":
-        out = _tiled_rows(x, w, sizes, dtype)
+        outs = _tiled_rows(xs, weights, sizes, dtype)
     else:
-        precision = None if dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
-        out = jax.lax.ragged_dot(x, w, sizes, precision=precision, preferred_element_type=accumulator(dtype))
-    return jnp.where((jnp.arange(x.shape[0]) < sizes.sum())[:, None], out, 0)
+        ragged = partial(jax.lax.ragged_dot, precision=_precision(dtype), preferred_element_type=accumulator(dtype))
+        outs = tuple(ragged(x, w, sizes) for x, w in zip(xs, weights, strict=True))
+    real = (jnp.arange(xs[0].shape[0]) < sizes.sum())[:, None]
+    return tuple(jnp.where(real, out, 0) for out in outs)
 
 
-def _matrices(x: jax.Array, g: jax.Array, sizes: jax.Array, dtype: np.dtype, platform: str) -> jax.Array:
-    """The gradient of the weights, `[E, D, F]`."""
-    x, g = x.astype(dtype), g.astype(dtype)
+def _matrices(x: jax.Array, gs: Sequence[jax.Array], sizes: jax.Array, dtype: np.dtype, platform: str) -> tuple[jax.Array, ...]:
+    """The gradients of the weights, `[E, D, F]` for each of gs."""
+    x, gs = x.astype(dtype), [g.astype(dtype) for g in gs]
     if platform == "cpu":
-        return _tiled_matrices(x, g, sizes, dtype)
+        return _tiled_matrices(x, gs, sizes, dtype)
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
-    precision = None if dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
-    return jax.lax.ragged_dot_general(x, g, sizes, numbers, precision=precision, preferred_element_type=accumulator(dtype))
+    ragged = partial(jax.lax.ragged_dot_general, precision=_precision(dtype), preferred_element_type=accumulator(dtype))
+    return tuple(ragged(x, g, sizes, numbers) for g in gs)
+
+
+def _precision(dtype: np.dtype) -> jax.lax.Precision | None:
+    return None if dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
 
 
 def _tiles(sizes: jax.Array, N: int, R: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -81,7 +89,7 @@ def _tiles(sizes: jax.Array, N: int, R: int) -> tuple[jax.Array, jax.Array, jax.
     counts = -(-sizes // R)
     past = jnp.cumsum(counts)
     number = jnp.arange(N // R + E, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(past, number, side="right"), E - 1)
+    expert = jnp.minimum((past[None] <= number[:, None]).sum(axis=1, dtype=jnp.int32), E - 1)
     first = jnp.take(jnp.cumsum(sizes) - sizes, expert)
     return past[-1], expert, first + (number - jnp.take(past - counts, expert)) * R
 
@@ -91,34 +99,44 @@ def _tile(N: int, E: int) -> int:
     return min(LARGEST_TILE, max(8, 1 << (N // E).bit_length() - 1 if N >= E else 8))
 
 
-def _tiled_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: np.dtype) -> jax.Array:
-    (N, _), (E, _, F) = x.shape, w.shape
+def _tiled_rows(
+    xs: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, dtype: np.dtype
+) -> tuple[jax.Array, ...]:
+    N, E = xs[0].shape[0], weights[0].shape[0]
     R = _tile(N, E)
     count, expert, first = _tiles(sizes, N, R)
-    x = jnp.pad(x, ((0, R), (0, 0)))
+    xs = [jnp.pad(x, ((0, R), (0, 0))) for x in xs]
 
-    def body(number: jax.Array, out: jax.Array) -> jax.Array:
+    def body(number: jax.Array, outs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # A tile may reach into the rows of the next expert, whose own tile comes after it.
-        rows = jax.lax.dynamic_slice_in_dim(x, first[number], R)
-        matrix = jax.lax.dynamic_index_in_dim(w, expert[number], keepdims=False)
-        new = product("td,df->tf", rows, matrix, dtype)
-        return jax.lax.dynamic_update_slice_in_dim(out, new, first[number], axis=0)
+        def one(x: jax.Array, w: jax.Array, out: jax.Array) -> jax.Array:
+            rows = jax.lax.dynamic_slice_in_dim(x, first[number], R)
+            matrix = jax.lax.dynamic_index_in_dim(w, expert[number], keepdims=False)
+            return jax.lax.dynamic_update_slice_in_dim(out, product("td,df->tf", rows, matrix, dtype), first[number], axis=0)
 
-    return jax.lax.fori_loop(0, count, body, jnp.zeros((N + R, F), accumulator(dtype)))[:N]
+        return tuple(map(one, xs, weights, outs))
+
+    zeros = tuple(jnp.zeros((N + R, w.shape[2]), accumulator(dtype)) for w in weights)
+    return tuple(out[:N] for out in jax.lax.fori_loop(0, count, body, zeros))
 
 
-def _tiled_matrices(x: jax.Array, g: jax.Array, sizes: jax.Array, dtype: np.dtype) -> jax.Array:
-    (N, D), F, E = x.shape, g.shape[1], sizes.shape[0]
+def _tiled_matrices(x: jax.Array, gs: Sequence[jax.Array], sizes: jax.Array, dtype: np.dtype) -> tuple[jax.Array, ...]:
+    (N, D), E = x.shape, sizes.shape[0]
     R = _tile(N, E)
     count, expert, first = _tiles(sizes, N, R)
     past = jnp.cumsum(sizes)
-    x, g = (jnp.pad(y, ((0, R), (0, 0))) for y in (x, g))
+    x, *gs = (jnp.pad(y, ((0, R), (0, 0))) for y in (x, *gs))
 
-    def body(number: jax.Array, out: jax.Array) -> jax.Array:
+    def body(number: jax.Array, outs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         mine = jnp.arange(R) + first[number] < past[expert[number]]
         rows = jnp.where(mine[:, None], jax.lax.dynamic_slice_in_dim(x, first[number], R), 0)
-        new = outer("td", "tf", "df", rows, jax.lax.dynamic_slice_in_dim(g, first[number], R), dtype)
-        old = jax.lax.dynamic_slice_in_dim(out, expert[number], 1)
-        return jax.lax.dynamic_update_slice_in_dim(out, old + new[None], expert[number], axis=0)
 
-    return jax.lax.fori_loop(0, count, body, jnp.zeros((E, D, F), accumulator(dtype)))
+        def one(g: jax.Array, out: jax.Array) -> jax.Array:
+            new = outer("td", "tf", "df", rows, jax.lax.dynamic_slice_in_dim(g, first[number], R), dtype)
+            old = jax.lax.dynamic_slice_in_dim(out, expert[number], 1)
+            return jax.lax.dynamic_update_slice_in_dim(out, old + new[None], expert[number], axis=0)
+
+        return tuple(map(one, gs, outs))
+
+    zeros = tuple(jnp.zeros((E, D, g.shape[1]), accumulator(dtype)) for g in gs)
+    return jax.lax.fori_loop(0, count, body, zeros)

@@ -85,8 +85,7 @@ def of_assignments(
     T, k = ids.shape
     order = jnp.argsort(ids.reshape(-1), stable=True)
     place = jnp.zeros(T * k, jnp.int32).at[order].set(jnp.arange(T * k, dtype=jnp.int32), unique_indices=True)
-    bounds = jnp.searchsorted(jnp.take(ids.reshape(-1), order), jnp.arange(weights[0].shape[0] + 1))
-    sizes = jnp.diff(bounds).astype(jnp.int32)
+    sizes = (ids.reshape(-1, 1) == jnp.arange(weights[0].shape[0])[None]).sum(axis=0, dtype=jnp.int32)
     gate, up = grouped(spread(x, order, place, k), weights[:2], sizes, dtype, platform)
     hidden = gated(gate, up, dtype) * collect(gates.reshape(-1), place, order)[:, None]
     (out,) = grouped(hidden, weights[2:], sizes, dtype, platform)
