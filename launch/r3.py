@@ -238,6 +238,7 @@ def plot(file: Path, steps: int) -> dict[str, Any]:
         overrides = [
             f"--config.steps={steps}",
             f"--config.trainer.router_replay={replay}",
+            "--config.trainer.balance_coef=0",
             "--config.model.dtype=float32",
             "--config.engine.dtype=bfloat16",
         ]
