@@ -130,7 +130,7 @@ def train(config: RunConfig, devices: list[Any]) -> dict[str, Any]:
 def _resident(programs: Programs, name: str, program: dict[str, Any]) -> int:
     """Bytes on a chip while a program runs: its own, and the optimizer's state that lies beside it."""
     beside = 0
-    if name == "gradients":
+    if name == "gradients" and not programs.offload:
         trained = sum(programs.definition.weights[weight].size for weight in programs.trained)
         beside = 2 * programs.accum.itemsize * trained // programs.replicated.mesh.size
     return program["bytes"]["total"] + beside

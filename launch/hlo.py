@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from models.moe import SKEWED
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\((.*)$")
@@ -131,8 +133,8 @@ def moved(found: list[Collective]) -> dict[str, dict[str, int]]:
 
 
 def product_flops(jaxpr: Any) -> int:
-    """FLOPs of the products of a traced program: on one device of a `shard_map`, of every pass of a scan, of the
-    cheaper branch of a conditional. Loops of unknown length are left out."""
+    """FLOPs of the products of a traced program: on one device of a `shard_map`, of every pass of a scan, of the dearer
+    branch of a conditional. Loops of unknown length are left out, and so is what only a skewed routing needs."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return sum(_flops(eqn) for eqn in inner.eqns)
 
@@ -146,10 +148,10 @@ def _flops(eqn: Any) -> int:
     if name == "ragged_dot_general":  # every row of its left operand, whether it belongs to an expert or not
         left, right = (operand.aval.shape for operand in eqn.invars[:2])
         return 2 * math.prod(left) * right[-1]
-    if name == "while":
+    if name == "while" or SKEWED in str(eqn.source_info.name_stack):
         return 0
     if name == "cond":
-        return min(product_flops(branch) for branch in params["branches"])
+        return max(product_flops(branch) for branch in params["branches"])
     times = params["length"] if name == "scan" else 1
     called = (params.get(key) for key in ("jaxpr", "call_jaxpr"))
     return times * sum(product_flops(each) for each in called if each is not None)

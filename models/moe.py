@@ -32,6 +32,9 @@ from sharding.shards import Shards
 HEADROOM = 1.25
 """rows that a device can be sent in one round, over its equal share"""
 
+SKEWED = "if_skewed"
+"""scope of the rounds that an even routing does not need"""
+
 Weights = tuple[jax.Array, jax.Array, jax.Array]
 """gate and up `[E, D, F]`, down `[E, F, D]`"""
 
@@ -142,7 +145,8 @@ def exchanged(
     total = one(0, x, gates, weights)
     rounds = -(-T * min(k, num_experts) // C)
     if rounds > 1:
-        total, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), total, jnp.arange(1, rounds))
+        with jax.named_scope(SKEWED):
+            total, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), total, jnp.arange(1, rounds))
     return total.reshape(T, k, -1)
 
 

@@ -29,6 +29,8 @@ class OptimizerConfig:
     not_decayed: tuple[str, ...] = ("*norm",)
     clip_norm: float = 1.0
     """largest global norm of the gradient"""
+    offload: bool = False
+    """keep the optimizer's state in the host's memory, but for the update: less on the devices, a copy there and back a step"""
     frozen: tuple[str, ...] = ()
     """weights that stay as they are: they get no gradient, and no room in the optimizer's state"""
 

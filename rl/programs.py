@@ -89,6 +89,7 @@ class Programs:
             self.grad_shardings,
             transform_non_params=lambda _: self.replicated,
         )
+        self.offload = optimizer.offload
         self.zeros = jax.jit(
             lambda: {name: jnp.zeros(x.shape, self.accum) for name, x in like.items()}, out_shardings=self.grad_shardings
         )
@@ -97,11 +98,15 @@ class Programs:
 
     def init(self, masters: Params) -> TrainState:
         """The state before the first step."""
-        init = jax.jit(self.optimizer.init, out_shardings=self._optimizer_shardings)
+        init = jax.jit(self.optimizer.init, out_shardings=self.state_shardings().optimizer)
         return TrainState(dict(masters), init({name: masters[name] for name in self.trained}), self.put(np.zeros((), np.int32)))
 
     def state_shardings(self) -> TrainState:
-        return TrainState(self.shardings, self._optimizer_shardings, self.replicated)
+        """Where the state is between updates."""
+        kept = self._optimizer_shardings
+        if self.offload:
+            kept = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), kept)
+        return TrainState(self.shardings, kept, self.replicated)
 
     # ---- pure functions
 
@@ -151,6 +156,8 @@ class Programs:
     def update(self, state: TrainState, grads: Params) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; a gradient that is not finite changes nothing (`grad_norm` tells)."""
         norm = optax.tree.norm(dict(grads))
+        if self.offload:
+            state = replace(state, optimizer=jax.device_put(state.optimizer, self._optimizer_shardings))
         trained = {name: state.masters[name] for name in self.trained}
         updates, optimizer = self.optimizer.update(dict(grads), state.optimizer, trained)
         masters: Any = optax.apply_updates(trained, updates)
@@ -172,7 +179,7 @@ class Programs:
 
         params = abstract(self.definition.weights, self.accum, self.shardings)
         grads = {name: params[name] for name in self.trained}
-        optimizer = jax.tree.map(like, jax.eval_shape(self.optimizer.init, grads), self._optimizer_shardings)
+        optimizer = jax.tree.map(like, jax.eval_shape(self.optimizer.init, grads), self.state_shardings().optimizer)
         state = TrainState(params, optimizer, jax.ShapeDtypeStruct((), np.int32, sharding=self.replicated))
         model = self.definition.config
         rows = None if model.moe is None else np.zeros_like(not_recorded(2, model))

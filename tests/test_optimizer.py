@@ -2,11 +2,21 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.config import ModelConfig
+from models.transformer import describe
+from rl.batch import Sample
+from rl.forest import Layout
+from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
+from rl.trainer import Trainer
+from sharding.mesh import make_mesh
+from sharding.reshard import init
+from sharding.rules import Rules
 
 
 def test_optimizer_is_clipped_adamw() -> None:
@@ -59,3 +69,38 @@ def test_patterns_name_weights() -> None:
     names = ["embed", "blocks.q", "blocks.attn_norm"]
     assert OptimizerConfig(learning_rate=1, frozen=("blocks.*",)).trained(names) == ["embed"]
     assert OptimizerConfig(learning_rate=1).trained(names) == names
+
+
+def test_a_state_in_the_hosts_memory_changes_no_bit() -> None:
+    """Two devices, three steps; between them nothing of the state is on a device."""
+    model = ModelConfig(
+        family="llama", vocab_size=64, model_dim=32, ffn_dim=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16,
+        max_positions=128, tied_head=True,
+    )  # fmt: skip
+    mesh, rules, rng = make_mesh({"fsdp": 2}, jax.devices()[:2]), Rules({"embed": "fsdp"}), np.random.default_rng(0)
+    weights = (np.arange(40) > 9).astype(np.float32)
+    samples = [
+        Sample(ids=rng.integers(0, 64, 40).astype(np.int32), weights=weights, logprobs=-weights, advantages=weights, episode=n)
+        for n in range(4)
+    ]
+    states = []
+    for offload in (False, True):
+        trainer = Trainer(
+            model,
+            init(describe(model), jax.random.key(0), jnp.float32, rules.shardings(mesh, describe(model))),
+            layout=Layout(rows=2, tokens=128, context=128, branches=4, length=30),
+            optimizer=OptimizerConfig(learning_rate=1e-2, offload=offload),
+            objective=Objective(loss="sft"),
+            dtype=jnp.bfloat16,
+            remat="block",
+            mesh=mesh,
+            rules=rules,
+        )
+        trainer.warm_up()
+        for _ in range(3):
+            trainer.train(samples)
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(trainer.state.optimizer)}
+        assert kinds == {"pinned_host" if offload else jax.devices()[0].default_memory().kind}
+        states.append(jax.device_get(trainer.state))
+    jax.tree.map(np.testing.assert_array_equal, *(state.masters for state in states))
+    jax.tree.map(np.testing.assert_array_equal, *(state.optimizer for state in states))
