@@ -139,6 +139,8 @@ class PrefixTree:
                 if child is not None and n > alike:
                     path, alike = child.tokens[:n], n
                     best = max(best, (child, n), key=lambda found: found[1])
+            if best[1] == len(tokens):
+                break
         return best
 
     def insert(self, version: int, adapter: str, ids: Sequence[int], pages: Sequence[int]) -> None:

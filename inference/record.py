@@ -95,7 +95,7 @@ def routing_of(sequence: Sequence, model: ModelConfig) -> np.ndarray:
     rows = not_recorded(len(sequence.ids) - 1, model)
     if sequence.known is not None:
         rows[: len(sequence.known)] = sequence.known
-    return rows[sequence.given :]
+    return rows[sequence.given :].copy()  # a view would keep the rows of the whole path
 
 
 def completion_of(sequence: Sequence, reason: FinishReason, routes: Routes | None) -> Completion:

@@ -125,7 +125,7 @@ def exchanged(
     target, flat = ids.reshape(-1) // num_experts, ids.reshape(-1) % num_experts
     is_for = target[:, None] == jnp.arange(W)[None]
     rank = jnp.take_along_axis(jnp.cumsum(is_for, axis=0) - 1, target[:, None], axis=1)[:, 0]
-    most = jax.lax.pmax(is_for.sum(axis=0).max(), shards.rows)
+    most = jax.lax.pmax(is_for.sum(axis=0).max(), (*shards.rows, *shards.context))
 
     def one(number: int | jax.Array, x: jax.Array, gates: jax.Array, weights: Weights) -> jax.Array:
         slot = rank - number * C

@@ -30,8 +30,10 @@ def sort_branches(branches: Sequence[Branch]) -> list[int]:
         ids = branch.ids.astype(">u4")
         if branch.routing is None:
             return ids.tobytes()
-        rows = np.ascontiguousarray(branch.routing).reshape(len(ids), -1)
-        return np.concatenate([ids[:, None].view(np.uint8), rows.view(np.uint8)], axis=1).tobytes()
+        rows = branch.routing.reshape(len(ids), -1)
+        weights = np.random.default_rng(0).integers(0, 2**63, rows.shape[1], np.uint64) * 2 + 1
+        digests = rows.astype(np.uint64) @ weights  # equal rows stand together; different ones with equal digests share less
+        return np.concatenate([ids[:, None].view(np.uint8), digests[:, None].view(np.uint8)], axis=1).tobytes()
 
     return sorted(range(len(branches)), key=key)
 

@@ -239,6 +239,16 @@ class RunConfig:
                 f"rollout.temperature: must be from {TEMPERATURES[0]} to {TEMPERATURES[1]}, got {self.rollout.temperature}; "
                 f"greedy samples cannot be trained on"
             )
+        if self.trainer.router_replay == "R3" and not self.engine.capture_routing:
+            errors.append(
+                "engine.capture_routing: trainer.router_replay 'R3' replays what the engine records; set it to True, or "
+                "router_replay to 'R2' or 'off'"
+            )
+        if self.trainer.router_replay == "R3" and self.trainer.balance_coef and (self.warmup.steps or self.data):
+            errors.append(
+                "trainer.balance_coef: supervised examples have no recorded experts, so their load is not known before a step; "
+                "set trainer.router_replay to 'R2', or balance_coef to 0"
+            )
         if self.data is None:
             if self.trainer.loss in DATA_LOSSES:
                 errors.append(

@@ -149,12 +149,14 @@ def _means(sums: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _router_means(sums: Mapping[str, Any]) -> dict[str, float]:
-    """mismatch: share of (token, layer) whose own experts are others than were replayed; mismatch_tokens: of tokens with any;
+    """replayed: share of (token, layer) whose experts were given; mismatch: whose own experts are others than those;
+    mismatch_tokens: of tokens with any (neither is there where nothing was replayed);
     max_load: an expert's share of its layer's assignments, times E, the largest; balance and z: what the losses are made of."""
     tokens, load = max(1.0, float(sums["router/tokens"])), np.asarray(sums["router/load"])
     result = {"router/max_load": float((load / np.maximum(load.sum(1, keepdims=True), 1)).max() * load.shape[1])}
-    for name in ("mismatch", "mismatch_tokens", "balance", "z"):
-        if (name := f"router/{name}") in sums:
+    silent = () if float(sums["router/replayed"]) else ("router/mismatch", "router/mismatch_tokens")
+    for name in ("replayed", "mismatch", "mismatch_tokens", "balance", "z"):
+        if (name := f"router/{name}") in sums and name not in silent:
             result[name] = float(sums[name]) / tokens
     return result | ({"router/loss": float(sums["router/loss"])} if "router/loss" in sums else {})
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from models.attention import Array
 from models.config import ModelConfig, MoEConfig
-from models.router import Routing
+from models.router import Routing, unrecorded
 from models.routes import recorded
 from sharding.shards import Shards
 
@@ -147,6 +147,7 @@ def per_token(routing: Routing, routes: Routes, moe: MoEConfig, shards: Shards) 
     if axes := (*shards.rows, *shards.context):
         counts = jax.lax.psum(counts, axes)
     measures: dict[str, Any] = {
+        "replayed": (~unrecorded(jnp.asarray(routes.rows))).mean(axis=-1, dtype=routing.z.dtype),
         "mismatch": routing.differs.mean(axis=0, dtype=routing.z.dtype),
         "mismatch_tokens": routing.differs.any(axis=0).astype(routing.z.dtype),
         "z": routing.z.mean(axis=0),
@@ -160,7 +161,7 @@ def per_token_specs(routes: Routes | None, tokens: Any, nothing: Any) -> Any:
     """How the devices of a mesh share a PerToken; `tokens` is of arrays `[B, T, ...]`."""
     if routes is None:
         return None
-    names = ("mismatch", "mismatch_tokens", "z", *(["balance"] if routes.load is not None else []))
+    names = ("replayed", "mismatch", "mismatch_tokens", "z", *(["balance"] if routes.load is not None else []))
     measures: Any = dict.fromkeys(names, tokens)
     return PerToken(tokens, measures, nothing)
 

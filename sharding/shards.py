@@ -55,7 +55,7 @@ class Shards:
         """Of a step on this mesh with these weights.
 
         Raises:
-            ValueError: heads and kv heads are split differently, or layers are.
+            ValueError: heads and kv heads are split differently, experts over several axes, or layers are split.
         """
         sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
         named = {dim: (axes,) if isinstance(axes, str) else axes or () for dim, axes in rules.table.items()}
@@ -72,6 +72,11 @@ class Shards:
             raise ValueError(
                 f"rules: heads are on {shards.kept('heads')}, kv_heads on {shards.kept('kv_heads')}; a device needs the kv "
                 f"heads of its heads, so map both to one axis (or to None, where it does not divide kv_heads)"
+            )
+        if len(shards.axes("experts")) > 1:
+            raise ValueError(
+                f"rules: 'experts' is on {shards.axes('experts')}; map it to one axis, 'expert' in a trainer, and "
+                f"'expert_ffn' to another"
             )
         if shards.axes("layer"):
             raise ValueError(

@@ -149,6 +149,16 @@ MISTAKES = {
     "rows": (["trainer.mesh.fsdp=2"], r"trainer.rows: 1 rows cannot be split over 2 devices"),
     "loss": (["trainer.loss=poo"], r"trainer.loss: 'poo' is unknown; use one of"),
     "loss option": (["trainer.loss_options={'beta': 0.1}"], r"trainer.loss_options: 'grpo' does not know \['beta'\]"),
+    "routing that nobody records": (
+        ["engine.capture_routing=False"],
+        r"engine.capture_routing: trainer.router_replay 'R3' .*True",
+    ),
+    "load of examples": (
+        ["trainer.balance_coef=0.1", "warmup.steps=2"],
+        r"trainer.balance_coef: supervised examples have no recorded experts.* set trainer.router_replay to 'R2'",
+    ),
+    "router replay": (["trainer.router_replay=R4"], r"trainer.router_replay: .*R4"),
+    "engine dtype": (["engine.dtype=float8"], r"engine.dtype: 'float8' is unknown; leave it out, or use one of"),
     "remat": (["trainer.remat=all"], r"remat: 'all' is unknown; use one of"),
 }
 

@@ -254,6 +254,9 @@ def test_rules_that_no_step_can_follow() -> None:
         Shards.of(mesh, Rules({"heads": "tensor"}), {})
     with pytest.raises(ValueError, match="'layer' is mapped to 'tensor'; .* map it to None"):
         Shards.of(mesh, Rules({"layer": "tensor"}), {})
+    for axes in (("expert", "tensor"), ("fsdp", "expert")):
+        with pytest.raises(ValueError, match="'experts' is on .*; map it to one axis"):
+            Shards.of(make_mesh({"fsdp": 2, "expert": 2, "tensor": 2}), Rules({"experts": axes}), {})
     assert Shards.of(make_mesh({"fsdp": 1, "tensor": 1}), Rules({"heads": "tensor"}), {}) == Shards(
         table=(("heads", ()),), platform="cpu"
     )

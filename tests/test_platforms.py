@@ -257,7 +257,9 @@ def test_the_engine_of_qwen3_30b_a3b_compiles_for_v5p(report: Callable[[str], No
         assert program["bytes"]["arguments"] == pytest.approx(result["plan"]["total_bytes"], rel=0.01)
         assert -program["bytes"]["reused"] >= result["plan"]["total_bytes"] - result["plan"]["weight_bytes"]
         assert program["bytes"]["temporary"] < 2**30
-        assert "all-to-all" not in program["collectives"]  # every chip has all tokens: partial sums travel
+        assert not any(
+            kind.startswith("all-to-all") for kind in program["collectives"]
+        )  # every chip has all tokens: partial sums travel
 
 
 @pytest.mark.tpu

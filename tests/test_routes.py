@@ -68,6 +68,7 @@ def changed(**to: Any) -> dict[str, Any]:
         (rows_of(4)[:, :1], "another model"),
         (rows_of(4)[:, :, :2], "another model"),
         (rows_of(4).reshape(4, -1), "another model"),
+        ([[[0, 1, 2]] * 2] * 4, "another model"),
     ],
 )
 def test_wrong_rows_are_refused(rows: np.ndarray, problem: str) -> None:
@@ -87,6 +88,7 @@ def test_rows_for_a_model_without_experts_are_refused() -> None:
         (changed(data="?"), "no record of routing"),
         (changed(shape=None), "no record of routing"),
         (changed(crc32=1), "checksum"),
+        (changed(shape=[float("inf"), 2, 3]), "no record of routing"),
         (changed(data=to_record(rows_of(3))["data"]), "checksum"),
         (changed(shape=[4, 2, 4]), "bytes are not"),
         (changed(shape=[4, 6]), "cannot be rows"),

@@ -47,8 +47,8 @@ CONFIG = EngineConfig(
     max_slots=8,
     num_pages=96,
     page_size=16,
-    tokens_per_step=64,
-    token_buckets=(64,),
+    tokens_per_step=256,
+    token_buckets=(64, 256),
 )
 RULES = Rules()
 MESH = make_mesh({"data": 1}, jax.devices()[:1])
@@ -109,7 +109,7 @@ def make_engine(params: Callable[[int], Any] = random_params, version: int = 0, 
     engine.runner._programs = programs()
     engine.config = dataclasses.replace(CONFIG, decode_steps=decode_steps)
     names = ("num_pages", "page_size", "max_slots", "max_context", "tokens_per_step")
-    sizes: dict[str, Any] = {name: getattr(CONFIG, name) for name in names} | limits
+    sizes: dict[str, Any] = {name: getattr(CONFIG, name) for name in names} | {"tokens_per_step": 64} | limits
     engine.scheduler = Scheduler(**sizes, routes=engine.routes)
     engine.scheduler.version = version
     return engine
@@ -291,14 +291,15 @@ def test_rows_are_the_known_routers(limits: dict[str, Any], talks: list[dict[str
 
 @cache
 def cold_engine() -> Engine:
-    return make_engine(decode_steps=1)
+    return make_engine(decode_steps=1, tokens_per_step=256)
 
 
 def cold(version: int, asked: Request) -> Completion:
-    """The request run by itself, in one chunk where it fits, from nothing, one decode step a call."""
+    """The request run by itself, in one chunk, from nothing, one decode step a call."""
     engine = cold_engine()
     engine.scheduler.tree.clear()
     engine.params, engine.scheduler.version = random_params(version), version
+    assert len(asked.prompt_ids) <= 256
     [c] = engine.run([asked])
     assert c.cached_tokens == 0
     return c
