@@ -44,7 +44,7 @@ quickstart: setup model
 	@$(BIN)/python -m launch.train --config configs/quickstart.py
 
 test: setup model
-	@$(BIN)/python -m pytest tests
+	@$(BIN)/python -m pytest tests --numprocesses auto --maxprocesses 4 --dist loadfile
 
 oracle: $(ORACLE)
 

@@ -16,6 +16,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # of this run alone: jax writes entries in place, so two runs at once could read each other's half-written ones
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="twinax-jax-cache-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+elif worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["JAX_COMPILATION_CACHE_DIR"] += f"/{worker}"
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -44,17 +46,16 @@ def assert_no_compiles() -> Callable[[], AbstractContextManager[CompileCounter]]
     return _no_compiles
 
 
-REPORTED: list[str] = []
-
-
 @pytest.fixture
-def report() -> Callable[[str], None]:
+def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Lines that a passing run shows too, at its end: measured gaps, cells of a matrix."""
-    return REPORTED.append
+    return lambda line: request.node.user_properties.append(("measured", line))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if REPORTED:
+    passed = terminalreporter.stats.get("passed", ())
+    lines = [line for test in passed for name, line in test.user_properties if name == "measured"]
+    if lines:
         terminalreporter.section("measured")
-        for line in REPORTED:
+        for line in lines:
             terminalreporter.write_line(line)
