@@ -11,9 +11,9 @@ same bit maps, and only places travel.
 Everything here is one program per device over flat shards (`shard_map`), and has no collective.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
 from math import prod
 from typing import Any
 
@@ -87,58 +87,98 @@ def bin_shift(dtype: Any) -> int:
 
 def _pack(mask: jax.Array) -> jax.Array:
     """bool `[..., N]` -> words `[..., G, 4]`; what pads the last group is not set."""
-    padded = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % GROUP)])
-    packed = jnp.packbits(padded, axis=-1, bitorder="little")
-    return lax.bitcast_convert_type(packed.reshape(*mask.shape[:-1], -1, _WORDS, 4), jnp.uint32)
+    size, whole = mask.shape[-1], mask.shape[-1] // GROUP * GROUP
+    rest = jnp.pad(mask[..., whole:], [(0, 0)] * (mask.ndim - 1) + [(0, -size % GROUP)])  # apart: a padded whole packs slowly
+    packed = [jnp.packbits(part, axis=-1, bitorder="little") for part in (mask[..., :whole], rest) if part.shape[-1]]
+    return lax.bitcast_convert_type(jnp.concatenate(packed, axis=-1).reshape(*mask.shape[:-1], -1, _WORDS, 4), jnp.uint32)
 
 
 def _starts(words: jax.Array) -> jax.Array:
     counts = jnp.sum(lax.population_count(words).astype(jnp.int32), axis=-1)
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    rows = jnp.pad(counts, (0, -len(counts) % 32)).reshape(-1, 32)  # in two levels: XLA's cumsum is slow on CPUs
+    inside = jnp.cumsum(rows, axis=1, dtype=jnp.int32)
+    before = jnp.cumsum(inside[:, -1], dtype=jnp.int32) - inside[:, -1]
+    ends = (inside + before[:, None]).reshape(-1)[: len(counts)]
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+
+
+def _low(bits: jax.Array) -> jax.Array:
+    """Words with their first bits set, as many as each number says (0 to 32, clipped)."""
+    bits = jnp.clip(bits, 0, 32).astype(jnp.uint32)
+    # a shift by all 32 bits is not defined, so the full word is a case of its own
+    return jnp.where(bits == 32, jnp.uint32(0xFFFFFFFF), (jnp.uint32(1) << (bits & 31)) - 1)
 
 
 def _rank(words: jax.Array, starts: jax.Array, group: jax.Array, bit: jax.Array) -> jax.Array:
     """Set bits before bit `bit` (0 to 128) of a group."""
-    below = jnp.clip(bit[:, None] - 32 * jnp.arange(_WORDS, dtype=jnp.int32)[None], 0, 32).astype(jnp.uint32)
-    # a shift by all 32 bits is not defined, so the full word is a case of its own
-    mask = jnp.where(below == 32, jnp.uint32(0xFFFFFFFF), (jnp.uint32(1) << (below & 31)) - 1)
-    group_words = words[jnp.minimum(group, len(words) - 1)]
-    return starts[group] + jnp.sum(lax.population_count(group_words & mask), axis=1).astype(jnp.int32)
+    below = _low(bit[:, None] - 32 * jnp.arange(_WORDS, dtype=jnp.int32)[None])
+    return _take(starts, group) + jnp.sum(lax.population_count(_take(words, group) & below), axis=1).astype(jnp.int32)
 
 
-def _select(words: jax.Array, starts: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Group and bit of the set bit that has `place` set bits before it. Nonsense past the last."""
-    group = jnp.searchsorted(starts, place, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-    group = jnp.clip(group, 0, len(words) - 1)
-    rest = place - starts[group]
-    group_words = words[group]
-    ends = jnp.cumsum(lax.population_count(group_words).astype(jnp.int32), axis=1)
-    word = jnp.minimum(jnp.sum(ends <= rest[:, None], axis=1, dtype=jnp.int32), _WORDS - 1)
-    rest = rest - jnp.where(word > 0, jnp.take_along_axis(ends, jnp.maximum(word - 1, 0)[:, None], axis=1)[:, 0], 0)
-    bits, at = jnp.take_along_axis(group_words, word[:, None], axis=1)[:, 0], 32 * word
+def _group(starts: jax.Array, place: jax.Array) -> jax.Array:
+    """The group of the set bit that has `place` set bits before it: the last that does not start after it."""
+    group = jnp.zeros(place.shape, jnp.int32)
+    last = len(starts) - 2
+    for power in reversed(range(max(last, 0).bit_length())):
+        step = jnp.minimum(group + (1 << power), last)
+        group = jnp.where(_take(starts, step) <= place, step, group)
+    return group
+
+
+def _groups_in_turn(starts: jax.Array, room: int) -> jax.Array:
+    """`_group` of the places 0, 1, ... up to `room`."""
+    steps = jnp.zeros(room, jnp.int32).at[starts[1:-1]].add(1, mode="drop")
+    return jnp.cumsum(steps, dtype=jnp.int32)
+
+
+def _select(words: jax.Array, starts: jax.Array, place: jax.Array, group: jax.Array) -> jax.Array:
+    """Bit in its group of the set bit that has `place` set bits before it. Nonsense past the last."""
+    rest = place - _take(starts, group)
+    own = _take(words, group)
+    bits, at = own[:, 0], jnp.zeros_like(rest)
+    for word in range(_WORDS - 1):
+        count = lax.population_count(own[:, word]).astype(jnp.int32)
+        later = (rest >= count) & (at == 32 * word)
+        rest = jnp.where(later, rest - count, rest)
+        bits, at = jnp.where(later, own[:, word + 1], bits), jnp.where(later, at + 32, at)
     for half in (16, 8, 4, 2, 1):
-        low = lax.population_count(bits & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
-        above = rest >= low
-        rest, at = jnp.where(above, rest - low, rest), jnp.where(above, at + half, at)
+        count = lax.population_count(bits & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
+        above = rest >= count
+        rest, at = jnp.where(above, rest - count, rest), jnp.where(above, at + half, at)
         bits = jnp.where(above, bits >> half, bits)
-    return group, at
+    return at
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of x; every index is one of them."""
+    return x.at[index].get(mode="promise_in_bounds")
 
 
 def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, unsigned(x.dtype)).reshape(-1)
 
 
+def _magnitude(bits: jax.Array) -> jax.Array:
+    return bits & bits.dtype.type(2 ** (8 * bits.dtype.itemsize - 1) - 1)
+
+
 def _bins(bits: jax.Array) -> jax.Array:
-    magnitude = bits & bits.dtype.type(2 ** (8 * bits.dtype.itemsize - 1) - 1)
-    return (magnitude >> bin_shift(bits.dtype)).astype(jnp.uint8)
+    return (_magnitude(bits) >> bin_shift(bits.dtype)).astype(jnp.uint8)
 
 
 def _class_map(old: jax.Array, edges: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One bit map a class, one after the other: words `[C * G, 4]`, starts. `edges` uint8 `[C - 1]`: first bin of the next class."""
-    bins = _bins(_bits(old))
-    above = [_pack(bins >= edges[i]) for i in range(CLASSES - 1)]  # a class's bits: above its edge and not above the next
-    every = _pack(jnp.ones(bins.shape, bool))
-    words = jnp.concatenate([a & ~b for a, b in zip([every, *above], [*above, jnp.zeros_like(every)], strict=True)])
+    """One bit map a class, one after the other: words `[C * G, 4]`, starts.
+
+    Args:
+        edges: first bin of each class but the first, uint8 `[C - 1]`.
+    """
+    bits = _magnitude(_bits(old))
+    above = _pack(bits[None] >= (edges.astype(bits.dtype) << bin_shift(bits.dtype))[:, None])
+    groups = above.shape[1]
+    every = _low(old.size - 32 * jnp.arange(_WORDS * groups, dtype=jnp.int32)).reshape(1, groups, _WORDS)
+    # a class's elements are above its edge and not above the next
+    words = jnp.concatenate([every, above]) & ~jnp.concatenate([above, jnp.zeros_like(every)])
+    words = words.reshape(-1, _WORDS)
     return words, _starts(words)
 
 
@@ -153,24 +193,39 @@ def _table(words: jax.Array, starts: jax.Array, runs: int, length: int) -> jax.A
     return _rank(words, starts, every.reshape(-1), bit.reshape(-1)).reshape(every.shape)
 
 
-# Checksums: two sums over the elements of (bits * a hash of the position in the leaf). Linear in the bits, so those of a result
-# are known before it is written; a sum, so shards add up in any order. The factors are odd: one changed element is always seen.
+# Checksums: two sums over the elements of (bits * a hash of the coordinates in the leaf). Linear in the bits, so those of a
+# result are known before it is written; a sum, so shards add up in any order. Factors are odd, so one changed element is seen.
+
+SALTS = (0x9E3779B1, 0xC2B2AE3D)
 
 
-def _factors(position: jax.Array) -> list[jax.Array]:
-    x = position * jnp.uint32(0x9E3779B1)
+def _hash(coordinate: jax.Array, salt: int, dim: int) -> jax.Array:
+    x = (coordinate + jnp.uint32(dim << 28)) * jnp.uint32(salt)
     x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
-    x = x ^ (x >> 13)
-    return [x | 1, (x * jnp.uint32(0xC2B2AE3D)) ^ (x >> 16) | 1]
+    return x ^ (x >> 13)
 
 
-def _sums(position: jax.Array, bits: jax.Array) -> jax.Array:
-    return jnp.stack([jnp.sum(bits * factor, dtype=jnp.uint32) for factor in _factors(position)])
+def _factors(coordinates: Sequence[jax.Array], salt: int) -> jax.Array:
+    """Of elements with these coordinates in the leaf (one array a dim)."""
+    hashes = [_hash(coordinate, salt, dim) for dim, coordinate in enumerate(coordinates)]
+    return reduce(jnp.bitwise_xor, hashes, jnp.uint32(0)) | 1
 
 
-def _wrapped(shape: tuple[int, ...]) -> list[np.uint32]:
-    """Row-major strides, modulo 2^32."""
-    return [np.uint32(prod(shape[dim + 1 :]) % 2**32) for dim in range(len(shape))]
+def _sum_of(x: jax.Array, start: jax.Array, salt: int) -> jax.Array:
+    """One of the sums over a shard. The order of the work is what XLA makes fast on CPUs: eight rows at a time."""
+    shape = (1, *x.shape) if x.ndim < 2 else x.shape
+    bits = lax.bitcast_convert_type(x, unsigned(x.dtype)).reshape(-1, *shape[-1:])
+    rows, width = bits.shape
+    inside = jnp.unravel_index(jnp.arange(rows, dtype=jnp.uint32), x.shape[:-1]) if x.ndim > 1 else ()
+    outer = [index.astype(jnp.uint32) + first for index, first in zip(inside, start, strict=False)]
+    row = reduce(jnp.bitwise_xor, [_hash(index, salt, dim) for dim, index in enumerate(outer)], jnp.zeros(rows, jnp.uint32))
+    last = _hash(jnp.arange(width, dtype=jnp.uint32) + start[-1], salt, x.ndim - 1) if x.ndim else jnp.zeros(1, jnp.uint32)
+    row, last = lax.optimization_barrier((row, last))  # made once, not once an element
+    products = bits.astype(jnp.uint32) * ((row[:, None] ^ last[None]) | 1)
+    whole = rows // 8 * 8
+    by_eight = products[:whole].reshape(-1, 8, width)
+    summed = reduce(jnp.add, [by_eight[:, i] for i in range(8)])
+    return jnp.sum(summed, dtype=jnp.uint32) + jnp.sum(products[whole:], dtype=jnp.uint32)
 
 
 # Programs over sharded leaves. Each takes and returns arrays `[Z, ...]`, one row for each device of the mesh.
@@ -200,7 +255,7 @@ class Programs:
 def programs(shape: tuple[int, ...], sharding: NamedSharding) -> Programs:
     """The programs for a leaf; jit keeps one of each dtype and K."""
     runs = Runs(shape, sharding)
-    local, count, length, strides = runs.local, runs.count, runs.length, _wrapped(shape)
+    local, count, length = runs.local, runs.count, runs.length
     size = prod(local)
     assert size < 2**31 - GROUP, f"a shard of {list(shape)} has {size} elements; places are int32"
     specs = {"leaf": sharding.spec, "row": PartitionSpec(sharding.mesh.axis_names), "same": PartitionSpec()}
@@ -223,14 +278,15 @@ def programs(shape: tuple[int, ...], sharding: NamedSharding) -> Programs:
         return words, starts, starts[-1]
 
     def changes(room: int, old: jax.Array, new: jax.Array, words: jax.Array, starts: jax.Array) -> tuple[jax.Array, ...]:
-        group, bit = _select(words, starts, jnp.arange(room, dtype=jnp.int32))
-        position = jnp.clip(group * GROUP + bit, 0, max(size - 1, 0))
-        before, after = _bits(old)[position], _bits(new)[position]
+        group = _groups_in_turn(starts, room)
+        position = group * GROUP + _select(words, starts, jnp.arange(room, dtype=jnp.int32), group)
+        position = jnp.minimum(position, size - 1)
+        before, after = _take(_bits(old), position), _take(_bits(new), position)
         return position, _bins(before), after - before
 
     def rank(old: jax.Array, edges: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
         words, starts = _class_map(old, edges)
-        bins = _bins(_bits(old)[position])
+        bins = _bins(_take(_bits(old), position))
         own = jnp.sum(bins[:, None] >= edges[None], axis=1, dtype=jnp.int32)
         place = _rank(words, starts, own * (len(words) // CLASSES) + position // GROUP, position % GROUP)
         return place, _table(words, starts, count, length)
@@ -242,22 +298,18 @@ def programs(shape: tuple[int, ...], sharding: NamedSharding) -> Programs:
     def locate(
         old: jax.Array, words: jax.Array, starts: jax.Array, place: jax.Array, difference: jax.Array, at: jax.Array
     ) -> tuple[jax.Array, ...]:
-        group, bit = _select(words, starts, place)
-        position = jnp.where(place < size, group % (len(words) // CLASSES) * GROUP + bit, size)
-        before = _bits(old)[jnp.minimum(position, size - 1)]
+        group = _group(starts, place)
+        position = group % (len(words) // CLASSES) * GROUP + _select(words, starts, place, group)
+        position = jnp.where(place < size, position, size)
+        before = _take(_bits(old), jnp.minimum(position, size - 1))
         after = before + difference
         rise = jnp.where(place < size, after.astype(jnp.uint32) - before.astype(jnp.uint32), 0)
         inside = jnp.unravel_index(position, local) if local else ()
-        whole = jnp.zeros(position.shape, jnp.uint32)
-        for index, start, stride in zip(inside, at, strides, strict=True):
-            whole = whole + (index.astype(jnp.uint32) + start) * stride
-        return position, after, _sums(whole, rise)
+        whole = [index.astype(jnp.uint32) + start for index, start in zip(inside, at, strict=True)]
+        return position, after, jnp.stack([jnp.sum(rise * _factors(whole, salt), dtype=jnp.uint32) for salt in SALTS])
 
     def sums(x: jax.Array, at: jax.Array) -> jax.Array:
-        whole = jnp.zeros(local, jnp.uint32)
-        for dim, stride in enumerate(strides):
-            whole = whole + (lax.broadcasted_iota(jnp.uint32, local, dim) + at[dim]) * stride
-        return _sums(whole, lax.bitcast_convert_type(x, unsigned(x.dtype)).astype(jnp.uint32))
+        return jnp.stack([_sum_of(x, at, salt) for salt in SALTS])
 
     def write(old: jax.Array, position: jax.Array, after: jax.Array) -> jax.Array:
         bits = _bits(old).at[position].set(after, mode="drop")
