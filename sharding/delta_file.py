@@ -16,6 +16,8 @@ MAGIC = b"twinax delta 1\n\0"
 _HEAD = struct.Struct("<16sQ")
 _SUM_BYTES = hashlib.sha256().digest_size
 Kind = Literal["same", "sparse", "dense"]
+Manifest = Mapping[str, tuple[tuple[int, ...], str]]
+"""name -> shape, dtype"""
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,10 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     dtype: str
+    base_checksum: str
+    """of the leaf that it leads from (`deltas.checksums`)"""
     checksum: str
-    """of the result (`deltas.checksums`)"""
+    """of the result"""
     kind: Kind
     """sparse: places and differences of changed elements; dense: all bits, row-major"""
     size: int
@@ -76,9 +80,7 @@ class Delta:
         return sum(prod(entry.shape) * jnp.dtype(entry.dtype).itemsize for entry in self.entries)
 
 
-def check_manifest(
-    what: str, have: Mapping[str, tuple[tuple[int, ...], str]], want: Mapping[str, tuple[tuple[int, ...], str]]
-) -> None:
+def check_manifest(what: str, have: Manifest, want: Manifest) -> None:
     """Names, shapes and dtypes, both ways, and everything at once.
 
     Raises:
@@ -94,5 +96,6 @@ def check_manifest(
     if faults:
         listing = "\n  ".join(faults)
         raise ValueError(
-            f"{what}: the trees differ in {len(faults)} places, nothing was changed; describe both with one model config:\n  {listing}"
+            f"{what}: the trees differ in {len(faults)} places, nothing was changed; describe both with one model config:\n"
+            f"  {listing}"
         )

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.bits import Reader, Writer
-from sharding.delta_file import Delta, Entry, check_manifest
+from sharding.delta_file import Delta, Entry, Manifest, check_manifest
 from sharding.places import CLASSES, Runs, programs, unsigned
 
 Params = Mapping[str, jax.Array]
@@ -53,14 +53,14 @@ def diff(old: Params, new: Params, base: int, version: int) -> Delta:
             raise ValueError(
                 f"diff: {name} is sharded in two ways, {array.sharding} and {new[name].sharding}; reshard one first"
             )
-    results = checksums(new)
+    bases, results = checksums(old), checksums(new)
     entries, payloads = [], []
     for name, array in old.items():
         data = _encode(array, new[name]) if array.size else b""
         kind = "sparse" if data else "same"
         if len(data) >= array.nbytes > 0:
             kind, data = "dense", np.ascontiguousarray(new[name]).reshape(-1).view(np.uint8).tobytes()
-        entries.append(Entry(name, array.shape, str(array.dtype), results[name], kind, len(data)))
+        entries.append(Entry(name, array.shape, str(array.dtype), bases[name], results[name], kind, len(data)))
         payloads.append(memoryview(data))
     return Delta(base, version, tuple(entries), tuple(payloads))
 
@@ -89,13 +89,19 @@ def stage(params: Params, version: int, delta: Delta) -> Staged:
     if delta.base != version:
         raise ValueError(f"delta.base: is {delta.base}, but the weights are version {version}; apply deltas once and in order")
     _check_arrays("stage", params)
+    bases = {entry.name: entry.base_checksum for entry in delta.entries}
     check_manifest("stage", manifest(params), {entry.name: (entry.shape, entry.dtype) for entry in delta.entries})
-    now = checksums(params)
+    for name, checksum in checksums(params).items():
+        if checksum != (wanted := bases[name]):
+            raise ValueError(
+                f"delta.{name}: leads from checksum {wanted}, but the weights have {checksum}; they are not version "
+                f"{version} as it was published: fetch a snapshot"
+            )
     dense: dict[str, jax.Array] = {}
     writes: dict[str, tuple[jax.Array, jax.Array]] = {}
     for entry, data in zip(delta.entries, delta.data, strict=True):
         name, array = entry.name, params[entry.name]
-        result = now[name]
+        result = entry.base_checksum
         if entry.kind == "sparse":
             position, after, rise = _decode(array, data)
             writes[name] = position, after
@@ -107,7 +113,7 @@ def stage(params: Params, version: int, delta: Delta) -> Staged:
         if result != entry.checksum:
             raise ValueError(
                 f"delta.{name}: its result would have checksum {result}, but {entry.checksum} was published as version "
-                f"{delta.version}; the weights are not version {version} as it was published: fetch a snapshot"
+                f"{delta.version}; fetch the delta again"
             )
     return Staged(delta.base, delta.version, {entry.name: entry.checksum for entry in delta.entries}, dense, writes)
 
@@ -123,7 +129,7 @@ def apply(params: Params, staged: Staged) -> dict[str, jax.Array]:
     return result
 
 
-def manifest(params: Params) -> dict[str, tuple[tuple[int, ...], str]]:
+def manifest(params: Params) -> Manifest:
     return {name: (array.shape, str(array.dtype)) for name, array in params.items()}
 
 
@@ -238,8 +244,8 @@ def _edges(counts: np.ndarray) -> np.ndarray:
 
 def _room(count: int) -> int:
     """A power of two, or one and a half: few sizes, so few programs."""
-    power = 1 << max(7, (max(count, 1) - 1).bit_length())
-    return power * 3 // 4 if power * 3 // 4 >= count and power > 128 else power
+    power = 1 << max(10, (max(count, 1) - 1).bit_length())
+    return power * 3 // 4 if power * 3 // 4 >= count and power > 1024 else power
 
 
 def _rows(array: jax.Array, wanted: np.ndarray) -> list[np.ndarray]:

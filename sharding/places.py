@@ -3,10 +3,9 @@
 Legend: N elements of a device's shard, G groups of 128 elements, C classes, S runs of a shard, K changed elements (padded),
 Z devices of the mesh.
 
-An element's *bin* is the top 8 bits of its magnitude (a float's exponent), its *class* a range of bins. All elements of a shard,
-sorted by (class, position), have a *place* each. Place and position are exchanged by counting bits in one bit map for each
-class: `rank` for position to place, `select` for place to position. Both ends of a delta hold the old bits, so both have the
-same bit maps, and only places travel.
+An element's *bin* is the top 8 bits of its magnitude (a float's exponent), its *class* a range of bins. All elements of a
+shard, sorted by (class, position), have a *place* each. Place and position are exchanged by counting bits in one bit map for
+each class (`bitmaps.py`). Both ends of a delta hold the old bits, so both have the same bit maps, and only places travel.
 
 Everything here is one program per device over flat shards (`shard_map`), and has no collective.
 """
@@ -21,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.bitmaps import GROUP, WORDS, group_of, groups_in_turn, low, pack, rank_of, select, starts_of, take
 
 CLASSES = 6
-GROUP = 128
-_WORDS = GROUP // 32
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,10 @@ class Runs:
     @property
     def starts(self) -> np.ndarray:
         """Of each device's shard in the leaf `[Z, dims]`, in the order of the mesh."""
-        indices = self.sharding.devices_indices_map(self.shape)
-        return np.asarray(
-            [[part.start or 0 for part in indices[device]] for device in self.sharding.mesh.devices.flat], np.int64
-        ).reshape(self.sharding.mesh.size, len(self.shape))
+        mesh, indices = self.sharding.mesh, self.sharding.devices_indices_map(self.shape)
+        assert isinstance(mesh, Mesh), "arrays are on devices"
+        rows = [[part.start or 0 for part in indices[device]] for device in mesh.devices.flat]
+        return np.asarray(rows, np.int64).reshape(mesh.size, len(self.shape))
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -59,7 +58,7 @@ class Runs:
         return prod(self.local) // self.length if self.length else 1
 
     def owners(self) -> tuple[np.ndarray, np.ndarray]:
-        """The devices whose shards make up the leaf once `[shards]`, and for each of the devices `[Z]` which of those it equals."""
+        """The devices whose shards make up the leaf once `[shards]`, and for each device `[Z]` which of those it equals."""
         _, first, same = np.unique(self.starts, axis=0, return_index=True, return_inverse=True)
         return first, same.reshape(-1)
 
@@ -82,78 +81,6 @@ def bin_shift(dtype: Any) -> int:
     return max(0, 8 * np.dtype(dtype).itemsize - 9)
 
 
-# Bit maps of one device. `words` [groups, 4] uint32; `starts` [groups + 1] int32 counts the bits before each group.
-
-
-def _pack(mask: jax.Array) -> jax.Array:
-    """bool `[..., N]` -> words `[..., G, 4]`; what pads the last group is not set."""
-    size, whole = mask.shape[-1], mask.shape[-1] // GROUP * GROUP
-    rest = jnp.pad(mask[..., whole:], [(0, 0)] * (mask.ndim - 1) + [(0, -size % GROUP)])  # apart: a padded whole packs slowly
-    packed = [jnp.packbits(part, axis=-1, bitorder="little") for part in (mask[..., :whole], rest) if part.shape[-1]]
-    return lax.bitcast_convert_type(jnp.concatenate(packed, axis=-1).reshape(*mask.shape[:-1], -1, _WORDS, 4), jnp.uint32)
-
-
-def _starts(words: jax.Array) -> jax.Array:
-    counts = jnp.sum(lax.population_count(words).astype(jnp.int32), axis=-1)
-    rows = jnp.pad(counts, (0, -len(counts) % 32)).reshape(-1, 32)  # in two levels: XLA's cumsum is slow on CPUs
-    inside = jnp.cumsum(rows, axis=1, dtype=jnp.int32)
-    before = jnp.cumsum(inside[:, -1], dtype=jnp.int32) - inside[:, -1]
-    ends = (inside + before[:, None]).reshape(-1)[: len(counts)]
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-
-
-def _low(bits: jax.Array) -> jax.Array:
-    """Words with their first bits set, as many as each number says (0 to 32, clipped)."""
-    bits = jnp.clip(bits, 0, 32).astype(jnp.uint32)
-    # a shift by all 32 bits is not defined, so the full word is a case of its own
-    return jnp.where(bits == 32, jnp.uint32(0xFFFFFFFF), (jnp.uint32(1) << (bits & 31)) - 1)
-
-
-def _rank(words: jax.Array, starts: jax.Array, group: jax.Array, bit: jax.Array) -> jax.Array:
-    """Set bits before bit `bit` (0 to 128) of a group."""
-    below = _low(bit[:, None] - 32 * jnp.arange(_WORDS, dtype=jnp.int32)[None])
-    return _take(starts, group) + jnp.sum(lax.population_count(_take(words, group) & below), axis=1).astype(jnp.int32)
-
-
-def _group(starts: jax.Array, place: jax.Array) -> jax.Array:
-    """The group of the set bit that has `place` set bits before it: the last that does not start after it."""
-    group = jnp.zeros(place.shape, jnp.int32)
-    last = len(starts) - 2
-    for power in reversed(range(max(last, 0).bit_length())):
-        step = jnp.minimum(group + (1 << power), last)
-        group = jnp.where(_take(starts, step) <= place, step, group)
-    return group
-
-
-def _groups_in_turn(starts: jax.Array, room: int) -> jax.Array:
-    """`_group` of the places 0, 1, ... up to `room`."""
-    steps = jnp.zeros(room, jnp.int32).at[starts[1:-1]].add(1, mode="drop")
-    return jnp.cumsum(steps, dtype=jnp.int32)
-
-
-def _select(words: jax.Array, starts: jax.Array, place: jax.Array, group: jax.Array) -> jax.Array:
-    """Bit in its group of the set bit that has `place` set bits before it. Nonsense past the last."""
-    rest = place - _take(starts, group)
-    own = _take(words, group)
-    bits, at = own[:, 0], jnp.zeros_like(rest)
-    for word in range(_WORDS - 1):
-        count = lax.population_count(own[:, word]).astype(jnp.int32)
-        later = (rest >= count) & (at == 32 * word)
-        rest = jnp.where(later, rest - count, rest)
-        bits, at = jnp.where(later, own[:, word + 1], bits), jnp.where(later, at + 32, at)
-    for half in (16, 8, 4, 2, 1):
-        count = lax.population_count(bits & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
-        above = rest >= count
-        rest, at = jnp.where(above, rest - count, rest), jnp.where(above, at + half, at)
-        bits = jnp.where(above, bits >> half, bits)
-    return at
-
-
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of x; every index is one of them."""
-    return x.at[index].get(mode="promise_in_bounds")
-
-
 def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, unsigned(x.dtype)).reshape(-1)
 
@@ -173,13 +100,13 @@ def _class_map(old: jax.Array, edges: jax.Array) -> tuple[jax.Array, jax.Array]:
         edges: first bin of each class but the first, uint8 `[C - 1]`.
     """
     bits = _magnitude(_bits(old))
-    above = _pack(bits[None] >= (edges.astype(bits.dtype) << bin_shift(bits.dtype))[:, None])
+    above = pack(bits[None] >= (edges.astype(bits.dtype) << bin_shift(bits.dtype))[:, None])
     groups = above.shape[1]
-    every = _low(old.size - 32 * jnp.arange(_WORDS * groups, dtype=jnp.int32)).reshape(1, groups, _WORDS)
+    every = low(old.size - 32 * jnp.arange(WORDS * groups, dtype=jnp.int32)).reshape(1, groups, WORDS)
     # a class's elements are above its edge and not above the next
     words = jnp.concatenate([every, above]) & ~jnp.concatenate([above, jnp.zeros_like(every)])
-    words = words.reshape(-1, _WORDS)
-    return words, _starts(words)
+    words = words.reshape(-1, WORDS)
+    return words, starts_of(words)
 
 
 def _table(words: jax.Array, starts: jax.Array, runs: int, length: int) -> jax.Array:
@@ -190,7 +117,7 @@ def _table(words: jax.Array, starts: jax.Array, runs: int, length: int) -> jax.A
     group = jnp.minimum(at // GROUP, max(groups - 1, 0))
     every = groups * jnp.arange(CLASSES, dtype=jnp.int32)[:, None] + group[None]
     bit = jnp.broadcast_to((at - group * GROUP)[None], every.shape)
-    return _rank(words, starts, every.reshape(-1), bit.reshape(-1)).reshape(every.shape)
+    return rank_of(words, starts, every.reshape(-1), bit.reshape(-1)).reshape(every.shape)
 
 
 # Checksums: two sums over the elements of (bits * a hash of the coordinates in the leaf). Linear in the bits, so those of a
@@ -244,7 +171,7 @@ class Programs:
     classes: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     """old, edges -> words, starts, table"""
     locate: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    """old, words, starts, places `[Z, K]` (N: none), differences `[Z, K]`, shard starts -> positions, new bits, rise of the sums"""
+    """old, words, starts, places (N: none) and differences `[Z, K]`, shard starts -> positions, new bits, rise of the sums"""
     sums: Callable[..., jax.Array]
     """leaf, shard starts `[Z, dims]` uint32 -> uint32 `[Z, 2]`"""
     write: Callable[..., jax.Array]
@@ -273,22 +200,22 @@ def programs(shape: tuple[int, ...], sharding: NamedSharding) -> Programs:
         return jax.jit(mapped, **options)
 
     def mark(old: jax.Array, new: jax.Array) -> tuple[jax.Array, ...]:
-        words = _pack(_bits(old) != _bits(new))
-        starts = _starts(words)
+        words = pack(_bits(old) != _bits(new))
+        starts = starts_of(words)
         return words, starts, starts[-1]
 
     def changes(room: int, old: jax.Array, new: jax.Array, words: jax.Array, starts: jax.Array) -> tuple[jax.Array, ...]:
-        group = _groups_in_turn(starts, room)
-        position = group * GROUP + _select(words, starts, jnp.arange(room, dtype=jnp.int32), group)
+        group = groups_in_turn(starts, room)
+        position = group * GROUP + select(words, starts, jnp.arange(room, dtype=jnp.int32), group)
         position = jnp.minimum(position, size - 1)
-        before, after = _take(_bits(old), position), _take(_bits(new), position)
+        before, after = take(_bits(old), position), take(_bits(new), position)
         return position, _bins(before), after - before
 
     def rank(old: jax.Array, edges: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
         words, starts = _class_map(old, edges)
-        bins = _bins(_take(_bits(old), position))
+        bins = _bins(take(_bits(old), position))
         own = jnp.sum(bins[:, None] >= edges[None], axis=1, dtype=jnp.int32)
-        place = _rank(words, starts, own * (len(words) // CLASSES) + position // GROUP, position % GROUP)
+        place = rank_of(words, starts, own * (len(words) // CLASSES) + position // GROUP, position % GROUP)
         return place, _table(words, starts, count, length)
 
     def classes(old: jax.Array, edges: jax.Array) -> tuple[jax.Array, ...]:
@@ -298,10 +225,10 @@ def programs(shape: tuple[int, ...], sharding: NamedSharding) -> Programs:
     def locate(
         old: jax.Array, words: jax.Array, starts: jax.Array, place: jax.Array, difference: jax.Array, at: jax.Array
     ) -> tuple[jax.Array, ...]:
-        group = _group(starts, place)
-        position = group % (len(words) // CLASSES) * GROUP + _select(words, starts, place, group)
+        group = group_of(starts, place)
+        position = group % (len(words) // CLASSES) * GROUP + select(words, starts, place, group)
         position = jnp.where(place < size, position, size)
-        before = _take(_bits(old), jnp.minimum(position, size - 1))
+        before = take(_bits(old), jnp.minimum(position, size - 1))
         after = before + difference
         rise = jnp.where(place < size, after.astype(jnp.uint32) - before.astype(jnp.uint32), 0)
         inside = jnp.unravel_index(position, local) if local else ()
