@@ -10,7 +10,7 @@ on bfloat16's grid, so a step below half an ulp changes nothing at first: fewer 
     bytes                of the whole delta: header, checksums and all
     entropy_bound_bytes  of the differences (0 among them) if nothing is known of an element: N (H2(p) + p h_v) / 8
     ratio_to_bound       bytes over that
-    encode_GBps          weights over the seconds from two trees on the device to a delta's bytes, both trees' checksums included
+    encode_GBps          weights over the seconds from two trees on the device to a delta's bytes, all checksums included
     decode_GBps          weights over the seconds from bytes to the new tree in the place of the old, all checks included
     swap_ms              of those, what is left once the delta is staged: the scatter, inside an engine's pause
 
@@ -147,7 +147,9 @@ def measure(old: Params, new: Params, predicted: float, rounds: int) -> dict[str
         swap.append(time.perf_counter() - ready)
     for name, array in params.items():
         assert np.array_equal(np.asarray(array).view(np.uint16), np.asarray(new[name]).view(np.uint16)), name
-    counts = sum(np.bincount(difference(old[name], new[name]), minlength=2**16) for name in old)
+    counts = np.zeros(2**16, np.int64)
+    for name in old:
+        counts += np.bincount(difference(old[name], new[name]), minlength=2**16)
     elements = int(counts.sum())
     bound = -float((counts[counts > 0] * np.log2(counts[counts > 0] / elements)).sum()) / 8
     return {

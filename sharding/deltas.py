@@ -243,9 +243,9 @@ def _edges(counts: np.ndarray) -> np.ndarray:
 
 
 def _room(count: int) -> int:
-    """A power of two, or one and a half: few sizes, so few programs."""
-    power = 1 << max(10, (max(count, 1) - 1).bit_length())
-    return power * 3 // 4 if power * 3 // 4 >= count and power > 1024 else power
+    """A power of two or a quarter of one more: few sizes, so few programs, and little that is empty."""
+    quarter = 1 << max(10, (max(count, 1) - 1).bit_length() - 3)
+    return -(-max(count, 1) // quarter) * quarter
 
 
 def _rows(array: jax.Array, wanted: np.ndarray) -> list[np.ndarray]:
