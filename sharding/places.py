@@ -120,39 +120,45 @@ def _table(words: jax.Array, starts: jax.Array, runs: int, length: int) -> jax.A
     return rank_of(words, starts, every.reshape(-1), bit.reshape(-1)).reshape(every.shape)
 
 
-# Checksums: two sums over the elements of (bits * a hash of the coordinates in the leaf). Linear in the bits, so those of a
-# result are known before it is written; a sum, so shards add up in any order. Factors are odd, so one changed element is seen.
+# Checksums: sums over the elements of (bits * f) and (bits * f * g), f a hash of all coordinates in the leaf, g of the last.
+# Linear in the bits, so those of a result are known before it is written; sums, so shards add up in any order; f and g are odd,
+# so one changed element is always seen.
 
-SALTS = (0x9E3779B1, 0xC2B2AE3D)
+_SALTS = (0x9E3779B1, 0xC2B2AE3D)
 
 
-def _hash(coordinate: jax.Array, salt: int, dim: int) -> jax.Array:
+def _hash(coordinate: jax.Array, dim: int, salt: int = _SALTS[0]) -> jax.Array:
     x = (coordinate + jnp.uint32(dim << 28)) * jnp.uint32(salt)
     x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA77)
     return x ^ (x >> 13)
 
 
-def _factors(coordinates: Sequence[jax.Array], salt: int) -> jax.Array:
-    """Of elements with these coordinates in the leaf (one array a dim)."""
-    hashes = [_hash(coordinate, salt, dim) for dim, coordinate in enumerate(coordinates)]
-    return reduce(jnp.bitwise_xor, hashes, jnp.uint32(0)) | 1
+def _sums_of_some(coordinates: Sequence[jax.Array], bits: jax.Array) -> jax.Array:
+    """uint32 `[2]` over elements `[K]` with these coordinates in the leaf (one array a dim)."""
+    if not coordinates:  # a scalar has one element, at 0
+        coordinates = [jnp.zeros(bits.shape, jnp.uint32)]
+    first = bits * (reduce(jnp.bitwise_xor, [_hash(index, dim) for dim, index in enumerate(coordinates)]) | 1)
+    second = first * (_hash(coordinates[-1], 0, _SALTS[1]) | 1)
+    return jnp.stack([jnp.sum(first, dtype=jnp.uint32), jnp.sum(second, dtype=jnp.uint32)])
 
 
-def _sum_of(x: jax.Array, start: jax.Array, salt: int) -> jax.Array:
-    """One of the sums over a shard. The order of the work is what XLA makes fast on CPUs: eight rows at a time."""
-    shape = (1, *x.shape) if x.ndim < 2 else x.shape
-    bits = lax.bitcast_convert_type(x, unsigned(x.dtype)).reshape(-1, *shape[-1:])
+def _sums_of_all(x: jax.Array, start: jax.Array) -> jax.Array:
+    """uint32 `[2]` over a shard that begins at these coordinates. Eight rows at a time: XLA's sums are slow on CPUs."""
+    x, start = (x.reshape(1), jnp.zeros(1, jnp.uint32)) if x.ndim == 0 else (x, start)
+    bits = lax.bitcast_convert_type(x, unsigned(x.dtype)).reshape(prod(x.shape[:-1]), x.shape[-1])
     rows, width = bits.shape
     inside = jnp.unravel_index(jnp.arange(rows, dtype=jnp.uint32), x.shape[:-1]) if x.ndim > 1 else ()
-    outer = [index.astype(jnp.uint32) + first for index, first in zip(inside, start, strict=False)]
-    row = reduce(jnp.bitwise_xor, [_hash(index, salt, dim) for dim, index in enumerate(outer)], jnp.zeros(rows, jnp.uint32))
-    last = _hash(jnp.arange(width, dtype=jnp.uint32) + start[-1], salt, x.ndim - 1) if x.ndim else jnp.zeros(1, jnp.uint32)
-    row, last = lax.optimization_barrier((row, last))  # made once, not once an element
-    products = bits.astype(jnp.uint32) * ((row[:, None] ^ last[None]) | 1)
+    outer = [_hash(index.astype(jnp.uint32) + start[dim], dim) for dim, index in enumerate(inside)]
+    row = reduce(jnp.bitwise_xor, outer, jnp.zeros(rows, jnp.uint32))
+    last = jnp.arange(width, dtype=jnp.uint32) + start[-1]
+    row, column = lax.optimization_barrier((row, _hash(last, x.ndim - 1)))  # made once, not once an element
+    products = bits.astype(jnp.uint32) * ((row[:, None] ^ column[None]) | 1)
     whole = rows // 8 * 8
-    by_eight = products[:whole].reshape(-1, 8, width)
-    summed = reduce(jnp.add, [by_eight[:, i] for i in range(8)])
-    return jnp.sum(summed, dtype=jnp.uint32) + jnp.sum(products[whole:], dtype=jnp.uint32)
+    by_eight = products[:whole].reshape(rows // 8, 8, width)
+    eighths = lax.optimization_barrier(reduce(jnp.add, [by_eight[:, i] for i in range(8)]))
+    columns = jnp.sum(eighths, axis=0, dtype=jnp.uint32) + jnp.sum(products[whole:], axis=0, dtype=jnp.uint32)
+    second = columns * (_hash(last, 0, _SALTS[1]) | 1)
+    return jnp.stack([jnp.sum(columns, dtype=jnp.uint32), jnp.sum(second, dtype=jnp.uint32)])
 
 
 # Programs over sharded leaves. Each takes and returns arrays `[Z, ...]`, one row for each device of the mesh.
@@ -233,10 +239,7 @@ def programs(shape: tuple[int, ...], sharding: NamedSharding) -> Programs:
         rise = jnp.where(place < size, after.astype(jnp.uint32) - before.astype(jnp.uint32), 0)
         inside = jnp.unravel_index(position, local) if local else ()
         whole = [index.astype(jnp.uint32) + start for index, start in zip(inside, at, strict=True)]
-        return position, after, jnp.stack([jnp.sum(rise * _factors(whole, salt), dtype=jnp.uint32) for salt in SALTS])
-
-    def sums(x: jax.Array, at: jax.Array) -> jax.Array:
-        return jnp.stack([_sum_of(x, at, salt) for salt in SALTS])
+        return position, after, _sums_of_some(whole, rise)
 
     def write(old: jax.Array, position: jax.Array, after: jax.Array) -> jax.Array:
         bits = _bits(old).at[position].set(after, mode="drop")
@@ -252,6 +255,6 @@ def programs(shape: tuple[int, ...], sharding: NamedSharding) -> Programs:
         rank=each(rank, "leaf same row", "row"),
         classes=each(classes, "leaf same", "row"),
         locate=each(locate, "leaf row row row row row", "row"),
-        sums=each(sums, "leaf row", "row"),
+        sums=each(_sums_of_all, "leaf row", "row"),
         write=each(write, "leaf row row", "leaf", donate_argnums=0),
     )

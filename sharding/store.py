@@ -75,18 +75,20 @@ class WeightStore:
         for name in params:
             if not NAME.fullmatch(name):
                 raise ValueError(f"params: {name!r} is no name of a weight; use letters, digits, dots, dashes and underscores")
-        text = _manifest_text(manifest(params), checksums(params))
-        digest = hashlib.sha256(text).hexdigest()[:16]
         head, generation = self._head()
         if version in head.versions:
-            return self._again(head.versions[version], digest)
+            return self._again(head.versions[version], _manifest_text(manifest(params), checksums(params)))
         if head.version != base:
             raise ValueError(f"base: is {base}, but the head is version {head.version}; publish what follows the head")
         if base is not None:
             if version <= base:
                 raise ValueError(f"version: {version} does not come after base {base}; versions rise")
             check_manifest("publish", manifest(params), self.manifest(head.versions[base])[0])
-        delta = diff(old, params, base, version).to_bytes() if old is not None and base is not None else b""
+        made = diff(old, params, base, version) if old is not None and base is not None else None
+        delta = made.to_bytes() if made else b""
+        sums = {entry.name: entry.checksum for entry in made.entries} if made else checksums(params)
+        text = _manifest_text(manifest(params), sums)
+        digest = _digest(text)
         anchor = not delta or self._since_anchor(head) >= self.anchor_every
         size = sum(array.nbytes for array in params.values()) if anchor else 0
         entry = Version(version, base if delta else None, digest, size, len(delta))
@@ -154,7 +156,7 @@ class WeightStore:
             ValueError: it is gone or corrupt.
         """
         text = self._read(f"{entry.key}/manifest")
-        if hashlib.sha256(text).hexdigest()[:16] != entry.digest:
+        if _digest(text) != entry.digest:
             raise ValueError(f"version {entry.version}: {entry.key}/manifest is corrupt; fetch another version")
         leaves = json.loads(text)
         shapes = {name: (tuple(shape), dtype) for name, (shape, dtype, _) in leaves.items()}
@@ -222,8 +224,8 @@ class WeightStore:
 
     # One version.
 
-    def _again(self, entry: Version, digest: str) -> Version:
-        if entry.digest != digest:
+    def _again(self, entry: Version, text: bytes) -> Version:
+        if entry.digest != _digest(text):
             raise ValueError(f"version: {entry.version} was published with other bits; give these another version")
         return entry
 
@@ -273,6 +275,10 @@ class WeightStore:
 def _manifest_text(leaves: Manifest, sums: Mapping[str, str]) -> bytes:
     listed = {name: [list(shape), dtype, sums[name]] for name, (shape, dtype) in sorted(leaves.items())}
     return json.dumps(listed, separators=(",", ":")).encode()
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 def _wait(futures: list[Any]) -> None:

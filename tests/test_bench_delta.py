@@ -18,8 +18,8 @@ KEYS = {
 
 def test_ulp_is_the_distance_of_neighbours() -> None:
     """bfloat16 has 8 significant bits: 1 and 1 + 2^-7 are neighbours, and so are 2 - 2^-7 and 2."""
-    np.testing.assert_array_equal(ulp(np.float32([1, 1.99, 2, -0.75, 0.02])), [2**-7, 2**-7, 2**-6, 2**-8, 2**-13])
-    old, new = {"a": np.float32([1, 1])}, {"a": np.float32([1 + 2**-9, 5])}
+    np.testing.assert_array_equal(ulp(np.asarray([1, 1.99, 2, -0.75, 0.02], np.float32)), [2**-7, 2**-7, 2**-6, 2**-8, 2**-13])
+    old, new = {"a": np.ones(2, np.float32)}, {"a": np.asarray([1 + 2**-9, 5], np.float32)}
     assert predicted_share(old, new) == pytest.approx((0.25 + 1) / 2)
 
 
@@ -31,7 +31,7 @@ def test_synthetic_weights_change_as_predicted(share: float) -> None:
     deviation = (share / (512 * 512)) ** 0.5  # of a count that is as good as Poisson
     assert case["predicted_share"] == pytest.approx(share, rel=0.01)
     assert abs(case["changed_share"] - case["predicted_share"]) < 5 * deviation
-    assert 0.5 < case["ratio_to_bound"] < 0.9
+    assert 0.5 < case["ratio_to_bound"] < 1
     assert case["encode_GBps"] > 0 and case["decode_GBps"] > 0
 
 

@@ -96,6 +96,32 @@ def test_small_deltas_are_small() -> None:
     assert sum(map(len, delta.data)) < 0.8 * bound
 
 
+def test_a_scalar_and_nothing() -> None:
+    """Leaves of one element and of none."""
+    old = {"scalar": np.float32(1.5), "none": np.zeros((3, 0), np.float32)}
+    new = {"scalar": np.float32(-0.0), "none": np.zeros((3, 0), np.float32)}
+    old, new = ({name: np.asarray(value) for name, value in each.items()} for each in (old, new))
+    assert_bits(moved(place(old, "two of eight"), 0, diff(place(old, "one"), place(new, "one"), 0, 1)), new)
+
+
+def test_checksums_against_numpy() -> None:
+    """The definition, element by element, in 64 bits; the same on one device and on eight."""
+
+    def hashed(index: np.ndarray, dim: int, salt: int) -> np.ndarray:
+        x = (index.astype(np.uint64) + np.uint64(dim << 28)) * np.uint64(salt) % 2**32
+        x = (x ^ (x >> np.uint64(15))) * np.uint64(0x85EBCA77) % 2**32
+        return x ^ (x >> np.uint64(13))
+
+    tree, _ = trees(0.0)
+    for name, value in tree.items():
+        at = np.indices(value.shape)
+        f = np.bitwise_xor.reduce([hashed(index, dim, 0x9E3779B1) for dim, index in enumerate(at)]) | np.uint64(1)
+        first = value.view(np.uint16).astype(np.uint64) * f % 2**32
+        second = first * (hashed(at[-1], 0, 0xC2B2AE3D) | np.uint64(1)) % 2**32
+        wanted = f"{int(first.sum()) % 2**32:08x}{int(second.sum()) % 2**32:08x}"
+        assert {checksums(place(tree, layout))[name] for layout in LAYOUTS} == {wanted}
+
+
 def test_the_changed_arrays_are_donated() -> None:
     old, new = trees(2e-6)
     params = place(old, "one")
