@@ -114,7 +114,7 @@ def test_checksums_against_numpy() -> None:
 
     tree, _ = trees(0.0)
     for name, value in tree.items():
-        at: list[np.ndarray] = [*np.indices(value.shape)]
+        at = [np.asarray(index) for index in np.indices(value.shape)]
         f = np.bitwise_xor.reduce(np.stack([hashed(index, dim, 0x9E3779B1) for dim, index in enumerate(at)])) | np.uint64(1)
         first = value.view(np.uint16).astype(np.uint64) * f % 2**32
         second = first * (hashed(at[-1], 0, 0xC2B2AE3D) | np.uint64(1)) % 2**32
