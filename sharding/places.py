@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.bitmaps import GROUP, WORDS, group_of, groups_in_turn, low, pack, rank_of, select, starts_of, take
 
-CLASSES = 6
+CLASSES = 4
 
 
 @dataclass(frozen=True)
