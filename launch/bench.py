@@ -10,6 +10,8 @@ tree   training on a trie next to training on its branches without sharing (laun
        [--scale small]
 r3     routing replay on a small mixture of experts: what it mends, and what recording costs (launch/r3.py)
        [--scale small] [--plot FILE]
+delta  bitwise deltas of realistic weights: size next to the entropy bound, and speed on one core (launch/delta.py)
+       [--model DIR] [--scale small]
 kv     bytes of keys and values (launch/platforms.py)
        [--model NAME_OR_DIR | --config FILE] [--batch 64] [--context 32768]
 aot    the engine's programs, or the training step, compiled for a TPU topology, without a TPU (launch/aot.py)
@@ -25,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch import aot, platforms, r3, serving, training, tree
+from launch import aot, delta, platforms, r3, serving, training, tree
 from launch.cli import Parser, read_config, run_main, set_up_jax, use_huge_pages
 from rl.config import RunConfig, build
 from rl.files import Records
@@ -95,11 +97,12 @@ def main() -> None:
     command.add_argument("--config", default="configs/tiny.py")
     command.add_argument("--steps", type=int, default=3)
     benchmarks: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop}
-    benchmarks |= {"serve": serving.serve, "train": training.train, "tree": tree.tree, "r3": r3.r3}
+    benchmarks |= {"serve": serving.serve, "train": training.train, "tree": tree.tree, "r3": r3.r3, "delta": delta.delta}
     serving.add_arguments(names.add_parser("serve"))
     training.add_arguments(names.add_parser("train"))
     tree.add_arguments(names.add_parser("tree"))
     r3.add_arguments(names.add_parser("r3"))
+    delta.add_arguments(names.add_parser("delta"))
     benchmarks |= platforms.add_commands(names) | aot.add_commands(names)
     for each in names.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on the last line")
@@ -112,6 +115,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["train"]:
+    if sys.argv[1:2] in (["train"], ["delta"]):
         use_huge_pages()  # as launch.train does; the peer's process has them too
+    if sys.argv[1:2] == ["delta"]:
+        delta.one_core()
     run_main(main)
