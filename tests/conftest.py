@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, strict shapes, deterministic property tests, and a counter of compiles."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -31,6 +32,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 hypothesis.settings.register_profile("twinax", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("twinax")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_go(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs that a file's caches hold go when it is done: each takes dozens of memory maps, and a process may have 65,530
+    (Linux's vm.max_map_count); beyond them XLA dies while it compiles."""
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @contextmanager
