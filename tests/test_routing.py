@@ -542,7 +542,7 @@ def test_rows_that_cannot_be_are_refused(rows: np.ndarray, message: str) -> None
 
 def test_an_engine_that_records_nothing() -> None:
     """Its programs have no row in them, and completions none."""
-    config = dataclasses.replace(CONFIG, capture_routing=False, max_context=128, context_buckets=(), token_buckets=(64,))
+    config = dataclasses.replace(CONFIG, capture_routing=False, max_context=128, context_buckets=(), token_buckets=(64, 256))
     engine = Engine(MODEL, config, random_params(0), version=0, dtype=jnp.bfloat16, mesh=MESH, rules=RULES)
     with pytest.raises(ValueError, match=r"^routing: this engine does not record it; set engine\.capture_routing"):
         engine.submit(request("bad", prompt(0, 10), 4, other_rows(0, 9)))
