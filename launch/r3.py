@@ -47,7 +47,7 @@ from rl.loop import reinforcement_step
 from rl.measures import add_up, finish, mismatch
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
-from rl.routes import RouterConfig
+from rl.routes import RouterConfig, Routes
 from rl.run import make_run
 from rl.trainer import Trainer
 from sharding.mesh import make_mesh
@@ -172,7 +172,7 @@ def compare(masters: Mapping[str, jax.Array], samples: Sequence[Sample], dtype: 
         batch = loss_batch(samples, micro.order, totals, layout, 0, ())
         replayed = micro.forest.routes
         assert replayed is not None
-        routed_alone = replace(replayed, rows=np.full_like(replayed.rows, np.iinfo(replayed.rows.dtype).max))
+        routed_alone = replace(replayed, rows=Routes.empty(replayed.weight.shape, replayed.rows[0]).rows)
         for mode, routes in (("off", routed_alone), ("on", replayed)):
             forest = programs.put_forest(replace(micro.forest, routes=routes))
             reading = programs["score"](trainer.state.masters, forest, temperature)

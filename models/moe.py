@@ -61,21 +61,9 @@ def _spread_backward(k: int, place: jax.Array, g: jax.Array):
 spread.defvjp(_spread_forward, _spread_backward)
 
 
-@jax.custom_vjp
 def collect(rows: jax.Array, sent: jax.Array, place: jax.Array) -> jax.Array:
-    """Of each assignment its row `[N, ...]`, 0 where it has none; see `spread`."""
-    return jnp.take(rows, place, axis=0, mode="fill", fill_value=0)
-
-
-def _collect_forward(rows: jax.Array, sent: jax.Array, place: jax.Array):
-    return collect(rows, sent, place), sent
-
-
-def _collect_backward(sent: jax.Array, g: jax.Array):
-    return jnp.take(g, sent, axis=0, mode="fill", fill_value=0), None, None
-
-
-collect.defvjp(_collect_forward, _collect_backward)
+    """Of each assignment its row `[N, ...]`, 0 where it has none: the way back from `spread`, which is as much a way there."""
+    return spread(rows, place, sent, 1)
 
 
 # ---- the experts
@@ -90,7 +78,8 @@ def of_assignments(
     place = jnp.zeros(T * k, jnp.int32).at[order].set(jnp.arange(T * k, dtype=jnp.int32), unique_indices=True)
     sizes = (ids.reshape(-1, 1) == jnp.arange(weights[0].shape[0])[None]).sum(axis=0, dtype=jnp.int32)
     gate, up = grouped(spread(x, order, place, k), weights[:2], sizes, dtype, platform)
-    hidden = gated(gate, up, dtype) * collect(gates.reshape(-1), place, order)[:, None]
+    hidden: jax.Array = gated(gate, up, dtype)  # pyright: ignore[reportAssignmentType]
+    hidden = hidden * collect(gates.reshape(-1), place, order)[:, None]
     (out,) = grouped(hidden, weights[2:], sizes, dtype, platform)
     return collect(out, order, place).reshape(T, k, -1)
 

@@ -3,6 +3,7 @@
 Legend: n tokens, L layers, k experts per token.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,13 +26,15 @@ def sort_branches(branches: Sequence[Branch]) -> list[int]:
     """Their numbers in the order of a pre-order walk: bytes of token and row by turns, prefixes first; big-endian ids sort as
     the ids do."""
 
+    width = next((math.prod(branch.routing.shape[1:]) for branch in branches if branch.routing is not None), 0)
+    weights = np.random.default_rng(0).integers(0, 2**63, width, np.uint64) * 2 + 1
+
     def key(number: int) -> bytes:
         branch = branches[number]
         ids = branch.ids.astype(">u4")
         if branch.routing is None:
             return ids.tobytes()
         rows = branch.routing.reshape(len(ids), -1)
-        weights = np.random.default_rng(0).integers(0, 2**63, rows.shape[1], np.uint64) * 2 + 1
         digests = rows.astype(np.uint64) @ weights  # equal rows stand together; different ones with equal digests share less
         return np.concatenate([ids[:, None].view(np.uint8), digests[:, None].view(np.uint8)], axis=1).tobytes()
 

@@ -10,6 +10,7 @@ A frozen reference and a critic replay the sampler's rows too (R3): a log ratio 
 and of equal weights is 0. Else each of them routes itself.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -21,7 +22,7 @@ import numpy as np
 from models.attention import Array
 from models.config import ModelConfig, MoEConfig
 from models.router import Routing, unrecorded
-from models.routes import recorded
+from models.routes import blank, recorded
 from sharding.shards import Shards
 
 Replay = Literal["off", "R2", "R3"]
@@ -94,7 +95,7 @@ class Routes:
     @staticmethod
     def empty(tokens: tuple[int, ...], like: np.ndarray) -> "Routes":
         """Of padding alone; with rows as `like` has them."""
-        rows = np.full((*tokens, *like.shape[-2:]), np.iinfo(like.dtype).max, like.dtype)
+        rows = blank(math.prod(tokens), like).reshape(*tokens, *like.shape[-2:])
         return Routes(rows=rows, weight=np.zeros(tokens, np.float32), total=np.float32(1))
 
 
