@@ -33,6 +33,12 @@ MINIMA = {
     "trainer.warmup_steps": 0,
     "trainer.rows": 1,
     "trainer.tokens_per_row": 1,
+    "orchestrator.lag": 0,
+    "orchestrator.engines": 1,
+    "orchestrator.anchor_every": 1,
+    "orchestrator.workers": 0,
+    "orchestrator.environment_s": 0,
+    "orchestrator.episode_s": 0,
     "warmup.steps": 0,
     "warmup.tasks": 1,
     "evaluation.tasks": 1,
@@ -189,6 +195,30 @@ class CheckpointSection:
     """those whose step it divides are kept for good; 0: none"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class OrchestratorSection:
+    """How rollouts and training go on beside each other: rl/loop.py."""
+
+    lag: int = 0
+    """most versions from the oldest token of a sample to the version that trains on it; 0: synchronous"""
+    mode: str = "retract"
+    """what an update does to requests in flight, one of inference.engine.PAUSE_MODES but `abort`"""
+    engines: int = 1
+    """copies of the engine, each with a mesh of its own, one after the other from engine.first_device on"""
+    processes: bool = False
+    """each engine is a server in a process of its own; weights reach it through the store"""
+    store: str = ""
+    """URL of the weight store, for engines in processes; empty: the folder `weights` of the run"""
+    anchor_every: int = 25
+    """versions from one full copy in the store to the next"""
+    workers: int = 0
+    """processes that run environments; 0: they run in this one"""
+    environment_s: float = 0.0
+    """seconds that an environment's step may take in a worker; 0: any"""
+    episode_s: float = 0.0
+    """seconds that an episode may take from its first request on; 0: any"""
+
+
 NO_ROLLOUT = RolloutSection(prompts=1, samples=2, max_tokens=1)
 NO_ENGINE = EngineSection(max_context=128)
 
@@ -208,6 +238,7 @@ class RunConfig:
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     critic: CriticSection = CriticSection()
     warmup: WarmupSection = WarmupSection()
+    orchestrator: OrchestratorSection = OrchestratorSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     fork: str = ""
