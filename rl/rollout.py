@@ -72,11 +72,6 @@ class Rollout:
     def reward(self) -> float | None:
         return total_reward(self.graph.episode.rewards)
 
-    @property
-    def oldest(self) -> int | None:
-        """Version of its oldest token."""
-        return min((version for node in self.graph.nodes for version in node.versions), default=None)
-
 
 @dataclass
 class Batch:
@@ -126,9 +121,7 @@ class Episodes:
         self._asked: list[tuple[Batch, str, Completion, Future[Step]]] = []
         """in the order in which the environment was asked"""
 
-    def start(
-        self, tasks: Sequence[Task], *, samples: int, params: SamplingParams, label: str, trainable: bool
-    ) -> Batch:
+    def start(self, tasks: Sequence[Task], *, samples: int, params: SamplingParams, label: str, trainable: bool) -> Batch:
         """Begins `samples` episodes of each task.
 
         Args:
@@ -162,18 +155,11 @@ class Episodes:
             self._submit(batch, name)
         return batch
 
-    def run(
-        self, tasks: Sequence[Task], *, samples: int, params: SamplingParams, label: str, trainable: bool
-    ) -> list[Rollout]:
-        """Begins a batch and goes on, with whatever else is in flight, until it is done; in task order."""
-        batch = self.start(tasks, samples=samples, params=params, label=label, trainable=trainable)
+    def finish(self, batch: Batch) -> list[Rollout]:
+        """Goes on, with whatever else is in flight, until a batch is done; in the order of its tasks."""
         while not batch.done:
             self.poll()
         return list(batch.rollouts.values())
-
-    @property
-    def idle(self) -> bool:
-        return not self._sampling and not self._asked
 
     def poll(self) -> None:
         """A step of the engine, and all that follows from what is there."""
