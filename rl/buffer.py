@@ -4,8 +4,8 @@
       ^         |           |
       +- again -+-----------+--> dropped
 
-A group is the episodes of one task. Its *lag* is counted from the oldest token in it to the version that trains on it, the time in
-flight and in the queue included, and never exceeds the bound:
+A group is the episodes of one task. Its *lag* is counted from the oldest token in it to the version that trains on it, the time
+in flight and in the queue included, and never exceeds the bound:
 
 * No more groups are issued than the steps up to `lag` from now can train on (`capacity`; Fu et al., AReaL, arXiv 2505.24298).
 * A step takes the oldest first, and waits while without those that still run it would leave more old groups than the steps

@@ -5,8 +5,9 @@
     after each step: metrics line -> evaluation -> checkpoint
 
 Everything random derives from (seed, version at issue, task, sample), so a run of lag 0 that was killed goes on from its last
-checkpoint exactly as if it had not been: what was recorded past that checkpoint is dropped, and made again. With a lag, groups that
-were finished by then are trained on as they are, and those in flight are sampled anew; no task is lost and none trained twice.
+checkpoint exactly as if it had not been: what was recorded past that checkpoint is dropped, and made again. With a lag, groups
+that were finished by then are trained on as they are, and those in flight are sampled anew. Either way no task is lost and none
+is trained on twice.
 """
 
 import json
@@ -146,19 +147,22 @@ def _train(
             go_on(journal, start, begun, keep=config.orchestrator.lag > 0)
             records = stack.enter_context(closing(Records(directory, start, journal.files())))
             steps = stack.enter_context(closing(_task_steps(run, start, total, records, journal, reporter)))
-            place: Callable[[int], Place] = lambda step: Place(journal.cursor(), journal.pending())
         else:
-            batch = config.data.batch if config.data else 0
+            journal = None
             records = stack.enter_context(closing(Records(directory, start)))
-            place = lambda step: Place(begun.cursor + (step - start) * batch)
             steps = _steps(run, start, total, lambda step: data_step(run, data, place(step - 1).cursor))
+
+        def place(step: int) -> Place:
+            if journal is not None:
+                return Place(journal.cursor(), journal.pending())
+            return Place(begun.cursor + (step - start) * (config.data.batch if config.data else 0))
+
         if start < total:
             shutil.rmtree(directory / "hf", ignore_errors=True)  # of a shorter run; made again at the end
         reporter.phase("compiling")
         run.warm_up()
-        compiled = _take(
-            run, steps, start, total, records, reporter, lambda step: save(run, checkpoints, step, place(step), config_json)
-        )
+        saved = partial(save, run, checkpoints, config_json)
+        compiled = _take(run, steps, start, total, records, reporter, lambda step: saved(step, place(step)))
         checkpoints.close()
     if config.export:
         reporter.phase("exporting")

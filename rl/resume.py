@@ -74,7 +74,7 @@ def begin(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, report
     assert step == run.trainer.step, (step, run.trainer.step)
     place = Place(meta["cursor"], meta.get("pending", ()))
     if not checkpoints.steps():
-        save(run, checkpoints, step, place, config_json)  # a fork's first: now its parent may be removed
+        save(run, checkpoints, config_json, step, place)  # a fork's first: now its parent may be removed
     run.publish()
     return step, place
 
@@ -93,7 +93,7 @@ def go_on(journal: Journal, step: int, place: Place, keep: bool) -> None:
             journal.retry(row.number, f"made again after step {step}")
 
 
-def save(run: Run | DataRun, checkpoints: Checkpoints, step: int, place: Place, config_json: str) -> None:
+def save(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, step: int, place: Place) -> None:
     """Begins to write what `begin` needs to go on after this step."""
     meta = {"step": step, "cursor": place.cursor, "pending": list(place.pending), "seed": run.config.seed}
     states = {name: trainer.state for name, trainer in _trainers(run).items()}
