@@ -18,6 +18,7 @@ from rl.datasets import Dataset, load
 from rl.renderers import Renderer
 from rl.run import Run, check_prompts, make_engine, make_environment, make_model, make_renderer, make_trainer
 from rl.trainer import Trainer
+from rl.workers import Inline
 
 
 @dataclass
@@ -81,7 +82,7 @@ def make_data_run(config: RunConfig, data: Dataset) -> Run | DataRun:
     check_prompts(replace(config, steps=0, data=replace(config.data, epochs=1)), environment, renderer)
     trainer = make_trainer(_fitted(config, data), model, source)
     engine = make_engine(config, model, trainer)
-    return Run(config, model, source, tokenizer, environment, renderer, trainer, engine)
+    return Run(config, model, source, tokenizer, environment, renderer, trainer, engine, Inline(environment))
 
 
 def _fitted(config: RunConfig, data: Dataset) -> RunConfig:
