@@ -7,7 +7,6 @@ used. Row i of a sequence is that of token i, made when the logits for token i +
 has n - 1 of them. A row full of the dtype's largest value says "not recorded": the token routes itself.
 """
 
-import base64
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -92,13 +91,13 @@ def check_rows(rows: np.ndarray, model: ModelConfig, what: str, *, least: int | 
 
 
 def to_record(rows: np.ndarray) -> dict[str, Any]:
-    """Rows as JSON can hold them: raw bytes in base64, with a checksum."""
+    """Rows as a column of records can hold them: raw bytes, with a checksum."""
     data = np.ascontiguousarray(rows).astype(rows.dtype.newbyteorder("<")).tobytes()
     return {
         "dtype": rows.dtype.name,
         "shape": list(rows.shape),
         "crc32": zlib.crc32(data),
-        "data": base64.b64encode(data).decode(),
+        "data": data,
     }
 
 
@@ -110,7 +109,7 @@ def from_record(record: Mapping[str, Any], what: str) -> np.ndarray:
     """
     try:
         dtype, shape = np.dtype(str(record["dtype"])), tuple(int(size) for size in record["shape"])
-        data, crc32 = base64.b64decode(record["data"], validate=True), record["crc32"]
+        data, crc32 = memoryview(record["data"]).tobytes(), record["crc32"]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{what}: is no record of routing ({type(error).__name__}: {error}); it is corrupted") from error
     if dtype not in (np.uint8, np.uint16) or len(shape) != 3 or min(shape) < 0:

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from rl import columns
 from rl.checkpoint import split
 from rl.config import RunConfig, build
 from rl.rollout import Rollout
+from rl.whole import write_whole
 
 CHANGEABLE = {"steps", "data.epochs", "checkpoint", "transcripts_every", "export"}
 """config keys that a resumed run may change, and goes on bit for bit"""
@@ -33,8 +35,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 class Records:
     """The files of a run, and its TensorBoard events.
 
-    Lines and rollouts past the step that a run resumes from are dropped: those steps are made again. A step's rollouts are
-    written before its line, and its line before its checkpoint begins, so none is missing for the step of a checkpoint.
+    Lines, and rollouts of evaluations, past the step that a run resumes from are dropped: those steps are made again; which
+    rollouts of training are kept, the journal says. A step's rollouts are written before its line, and its line before its
+    checkpoint begins, so none is missing for the step of a checkpoint.
     """
 
     def __init__(self, directory: Path, resume_step: int):
@@ -47,7 +50,7 @@ class Records:
             if resume_step == 0:
                 kept = []
             write_whole(directory / name, "".join(json.dumps(line) + "\n" for line in kept))
-        for path in (directory / "rollouts").iterdir():  # named KIND_STEP.jsonl
+        for path in (directory / "rollouts").glob("eval_*"):  # eval_STEP.parquet
             if int(path.name.partition(".")[0].rpartition("_")[2]) > resume_step:
                 path.unlink()
 
@@ -78,17 +81,18 @@ class Records:
     def evaluations(self) -> list[dict[str, Any]]:
         return self._lines("evaluations.jsonl")
 
-    def rollouts(self, label: str, rollouts: Sequence[Rollout]) -> None:
-        """One file a batch, one episode a line, written whole."""
-        text = "".join(rollout.graph.to_json() + "\n" for rollout in rollouts)
-        write_whole(self.directory / "rollouts" / f"{label}.jsonl", text)
+    def rollouts(self, label: str, rollouts: Sequence[Rollout]) -> str:
+        """One file a batch, written whole; its name, from the run's folder on."""
+        name = f"rollouts/{label}.parquet"
+        columns.write(self.directory / name, [rollout.graph for rollout in rollouts])
+        return name
 
-
-def write_whole(path: Path, text: str) -> None:
-    """A kill leaves the old file or the new one."""
-    temporary = path.with_suffix(path.suffix + ".new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    def keep(self, files: Collection[str]) -> None:
+        """Removes rollouts of training that are not among these: a kill came before they were finished, or they were sampled
+        with weights that are no more."""
+        for path in (self.directory / "rollouts").iterdir():
+            if not path.name.startswith("eval_") and f"rollouts/{path.name}" not in files:
+                path.unlink()
 
 
 def check_directory(directory: Path, config_json: str) -> list[str]:

@@ -15,18 +15,15 @@ A node holds the ids that it adds to its parent's path; a branch is a root-to-le
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from models.routes import blank, from_record, to_record
+from models.routes import blank
 from rl.environments import Message, Reward
 from rl.records import Branch, Call, Episode, EpisodeStatus, FinishReason, Node, NodeStatus
-
-SCHEMA = 1
 
 
 class Graph:
@@ -147,6 +144,10 @@ class Graph:
             )
         )
 
+    def restore(self, node: Node) -> None:
+        """Adds a node of a record, after the same checks as when it was made. AssertionError, or ValueError for its routing."""
+        self._commit(node)
+
     def mark(self, node_id: int, status: NodeStatus) -> None:
         """Changes a node's status; retried and abandoned nodes leave every branch, with all that follows them."""
         self.nodes[node_id] = dataclasses.replace(self.nodes[node_id], status=status)
@@ -248,29 +249,3 @@ class Graph:
                 f"{what}: rows are {rows.dtype} {list(rows.shape[1:])}, those before {before.dtype} {list(before.shape[1:])}; "
                 f"they are of different models"
             )
-
-    def to_json(self) -> str:
-        """The whole record as one line of JSON; float32 values come back bit for bit."""
-        parts = {"calls": self.calls, "nodes": self.nodes}
-        body = {name: [dataclasses.asdict(item) for item in items] for name, items in parts.items()}
-        for values in body["nodes"]:
-            if values["routing"] is not None:
-                values["routing"] = to_record(values["routing"])
-        return json.dumps({"schema": SCHEMA, "episode": dataclasses.asdict(self.episode), **body}, allow_nan=False)
-
-    @staticmethod
-    def from_json(text: str) -> "Graph":
-        """Reads what to_json wrote, through the same checks. ValueError for another schema, or corrupted routing."""
-        record = json.loads(text)
-        if record["schema"] != SCHEMA:
-            raise ValueError(f"schema: this record has {record['schema']}, this code reads {SCHEMA}; use its own code")
-        episode: dict[str, Any] = record["episode"]
-        episode["rewards"] = tuple(Reward(**reward) for reward in episode["rewards"])
-        graph = Graph(Episode(**episode), [Call(**call) for call in record["calls"]])
-        for values in record["nodes"]:
-            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-            if fields.get("routing") is not None:
-                what = f"routing: episode {graph.episode.id!r}, node {fields['id']}"
-                fields["routing"] = from_record(fields["routing"], what)
-            graph._commit(Node(**fields))
-        return graph

@@ -12,14 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from models.tokenizer import ByteTokenizer
+from rl.columns import read
 from rl.credit import AdvantageConfig, samples_of
 from rl.environments import Message, Reward, Step, Task, finish, make_task
 from rl.files import Records
-from rl.graph import Graph
 from rl.loop import reinforcement_step
 from rl.renderers import ChatML
 from rl.rollout import Rollout, run_episodes
@@ -176,8 +177,6 @@ def test_ids_are_exactly_what_the_engine_was_given() -> None:
         assert rollout.reward == pytest.approx(1 / 3)
         assert rollout.graph.episode.status == "completed" and rollout.graph.episode.stop_reason == "stop"
         assert [m["role"] for m in rollout.messages] == ["user", "assistant"] * 3
-        record = rollout.graph.to_json()
-        assert Graph.from_json(record).to_json() == record
 
 
 def test_what_the_trainer_gets() -> None:
@@ -334,15 +333,11 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith("time/") and k != "compiles"} for line in read]
 
 
-def rollouts_of(directory: Path) -> dict[str, list[Any]]:
-    files = {}
-    for path in sorted((directory / "rollouts").iterdir()):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        for record in records:
-            for name in ("generate_s", "environment_s"):
-                del record["episode"][name]
-        files[path.name] = records
-    return files
+def rollouts_of(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """By file, the rows of all nodes, without wall times."""
+    timed = ["generate_s", "environment_s"]
+    paths = sorted((directory / "rollouts").iterdir())
+    return {path.name: pq.read_table(path).drop_columns(timed).to_pylist() for path in paths}
 
 
 @pytest.fixture(scope="module")
@@ -371,9 +366,9 @@ def test_tiny_learns(unbroken: tuple[Path, dict[str, Any]]) -> None:
     assert sorted(int(path.name) for path in (directory / "checkpoints").iterdir()) == [15, 20]
     for name, records in rollouts_of(directory).items():
         count = 16 * 5 if name.startswith("eval") else 4 * 8
-        assert len(records) == count
-        Graph.from_json((directory / "rollouts" / name).read_text().splitlines()[0])
-    keys = {record["episode"]["key"] for step in range(1, 21) for record in rollouts_of(directory)[f"step_{step:06d}.jsonl"]}
+        assert sum(record["node"] == 0 for record in records) == count
+        assert len(read(directory / "rollouts" / name)) == count
+    keys = {record["key"] for step in range(1, 21) for record in rollouts_of(directory)[f"step_{step:06d}.parquet"]}
     assert keys == set(range(4 * STEPS))  # no task twice
 
 

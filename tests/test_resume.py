@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from launch.cli import read_config
 from rl.checkpoint import META, REMOVED, TEMPORARY, Checkpoints, Damaged
+from rl.columns import read
 from rl.config import RunConfig, build
 from rl.loop import train
 from rl.programs import TrainState
@@ -279,9 +280,8 @@ def test_a_fork_goes_on_as_its_parent_did(parent: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_fork_with_another_batch_uses_no_task_twice(parent: Path, tmp_path: Path) -> None:
     run(tmp_path, *CHILD, "rollout.prompts=3", "rollout.samples=2", f"fork={parent}@4", "trainer.learning_rate=1e-3")
-    texts = [(tmp_path / f"child/rollouts/step_{step:06d}.jsonl").read_text() for step in (5, 6)]
-    keys = [[json.loads(line)["episode"]["key"] for line in text.splitlines()] for text in texts]
-    assert [sorted(set(of_step)) for of_step in keys] == [[8, 9, 10], [11, 12, 13]]
+    graphs = [read(tmp_path / f"child/rollouts/step_{step:06d}.parquet") for step in (5, 6)]
+    assert [sorted({graph.episode.key for graph in of_step}) for of_step in graphs] == [[8, 9, 10], [11, 12, 13]]
 
 
 @pytest.mark.slow

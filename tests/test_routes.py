@@ -1,7 +1,6 @@
 """Rows of routing as records: what cannot be this model's, or is not what was written, is refused with the field named."""
 
 import dataclasses
-import json
 from typing import Any
 
 import numpy as np
@@ -40,9 +39,9 @@ def test_a_byte_an_id_up_to_256_experts(experts: int, k: int, dtype: str) -> Non
 
 def test_rows_come_back_as_they_were() -> None:
     for rows in (rows_of(5), rows_of(1)[:0], not_recorded(2, MODEL), np.full((1, 2, 3), 300, np.uint16)):
-        again = from_record(json.loads(json.dumps(to_record(rows))), "routing")
+        again = from_record(to_record(rows), "routing")
         assert again.dtype == rows.dtype and (again == rows).all() and again.shape == rows.shape
-    assert len(json.dumps(to_record(rows_of(600)))) < 600 * 6 * 4 / 3 + 200
+    assert len(to_record(rows_of(600))["data"]) == 600 * 6
 
 
 def test_good_rows_pass() -> None:
