@@ -21,18 +21,18 @@ aot    the engine's programs, or the training step, compiled for a TPU topology,
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from launch import aot, delta, platforms, r3, serving, training, tree
 from launch.cli import Parser, read_config, run_main, set_up_jax, use_huge_pages
 from rl.config import RunConfig, build
-from rl.files import Records
-from rl.loop import evaluate, reinforcement_step
+from rl.environments import TRAIN_KEYS
+from rl.learn import learn
+from rl.loop import evaluate
 from rl.run import make_run
+from rl.sides import rollout_metrics
 
 PHASES = ("rollout", "reward", "pack", "train", "publish", "evaluate")
 
@@ -45,15 +45,18 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
     run = make_run(config)
     run.warm_up()
     lines = []
-    with tempfile.TemporaryDirectory() as folder:
-        records = Records(Path(folder), 0)
-        for step in range(config.warmup.steps + 1, config.warmup.steps + 1 + arguments.steps):
-            metrics = reinforcement_step(run, step, records, lambda rollout: None)
-            started = time.perf_counter()
-            run.publish()
-            lines.append(metrics | {"time/publish_s": time.perf_counter() - started})
-        evaluation = evaluate(run, 0)
-        records.close()
+    prompts = config.rollout.prompts
+    for number in range(arguments.steps):
+        tasks = [run.environment.task(key) for key in TRAIN_KEYS[number * prompts : (number + 1) * prompts]]
+        started = time.perf_counter()
+        rollouts = run.rollout(tasks, label=f"train-{number}", samples=config.rollout.samples, trainable=True)
+        sampled = time.perf_counter()
+        metrics = rollout_metrics(rollouts) | learn(run.trainer, run.critic, config, rollouts)
+        learned = time.perf_counter()
+        run.publish()
+        times = {"rollout": sampled - started - metrics["time/reward_s"], "publish": time.perf_counter() - learned}
+        lines.append(metrics | {f"time/{phase}_s": seconds for phase, seconds in times.items()})
+    evaluation = evaluate(run, 0)
 
     def mean(key: str) -> float:
         return sum(line[key] for line in lines) / len(lines)

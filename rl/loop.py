@@ -1,24 +1,21 @@
-"""The loop of a run, lag 0: each step samples with the weights of the step before, trains once, publishes.
+"""A whole run: where it begins, supervised steps, then rollouts and training beside each other, and what is written down.
 
-    tasks (keys by step) -> rollout -> reward -> advantages -> pack -> train -> publish -> metrics -> checkpoint
-      ^                                                                                                  |
-      +--------------------------------------------------------------------------------------------------+
+    supervised steps (or a file's examples) -> rl.orchestrator: rollouts | training | publishing
+                                                     |
+    after each step: metrics line -> evaluation -> checkpoint
 
-    who          waits for                          is waited for by
-    rollout      the weights of the last step       train
-    train        all episodes of the step           publish
-    publish      the optimizer step                 the next rollout
-    checkpoint   the metrics line of its step       the next checkpoint; it is written while the next steps run
-
-Everything random derives from (seed, step, task, sample), so a run that was killed goes on from its last checkpoint exactly
-as if it had not been: what was recorded past that checkpoint is dropped, and made again.
+Everything random derives from (seed, version at issue, task, sample), so a run of lag 0 that was killed goes on from its last
+checkpoint exactly as if it had not been: what was recorded past that checkpoint is dropped, and made again. With a lag, groups
+that were finished by then are trained on as they are, and those in flight are sampled anew. Either way no task is lost and none
+is trained on twice.
 """
 
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,20 +23,22 @@ import numpy as np
 
 from models.compiles import CompileCounter
 from rl.batch import Sample
+from rl.buffer import Buffer, Group
 from rl.checkpoint import Checkpoints, split
 from rl.config import RunConfig
-from rl.credit import assign
 from rl.datasets import Dataset
-from rl.environments import EVAL_KEYS, TRAIN_KEYS
+from rl.environments import EVAL_KEYS
 from rl.files import Records, check_directory, lock, run_record, summary, write_whole
-from rl.resume import begin, check_data, check_fork, save
+from rl.journal import Journal
+from rl.orchestrator import Orchestrator
+from rl.resume import Place, begin, check_data, check_fork, go_on, save
 from rl.rollout import Rollout
 from rl.run import Run, export, make_run, warmup_keys
+from rl.sides import BatchLearner, GroupSampler
 from rl.supervised import DataRun, data_step, load_data, make_data_run, num_steps
 
 SILENT_ALARM = 0.9
 """share of groups without signal from which on a step warns"""
-CRITIC_METRICS = ("loss", "return", "value_clipped", "explained_variance", "grad_norm", "update_norm")
 
 
 class Reporter(Protocol):
@@ -104,50 +103,6 @@ def supervised_step(run: Run, step: int) -> dict[str, Any]:
     return {"phase": "sft", **run.trainer.train(samples, loss="sft")}
 
 
-def reinforcement_step(
-    run: Run, step: int, records: Records, on_transcript: Callable[[Rollout], None], *, first: int | None = None
-) -> dict[str, Any]:
-    """Rollout, reward, advantages, one optimizer step, on the train keys from `first` on (None: of a run that is no fork)."""
-    config = run.config.rollout
-    first = _cursor(run.config, step, 0, 0) if first is None else first
-    tasks = [run.environment.task(key) for key in TRAIN_KEYS[first : first + config.prompts]]
-    started = time.perf_counter()
-    computed = run.engine.stats.computed_tokens
-    rollouts = run.rollout(tasks, label=f"train-{step}", samples=config.samples, trainable=True)
-    elapsed = time.perf_counter() - started
-    records.rollouts(f"step_{step:06d}", rollouts)
-    on_transcript(rollouts[0])
-    rewards = [rollout.reward for rollout in rollouts]
-    samples, credit = assign(
-        rollouts,
-        run.config.advantages,
-        longest=config.max_tokens * run.config.environment.max_turns,
-        temperature=config.temperature,
-        policy=run.trainer,
-        critic=run.critic,
-    )
-    metrics = run.trainer.train(samples, temperature=config.temperature)
-    if run.critic is not None:
-        critic = run.critic.train(samples)
-        metrics |= {f"critic/{name}": critic[name] for name in CRITIC_METRICS if name in critic}
-        metrics |= {"time/critic_s": critic["time/pack_s"] + critic["time/train_s"]}
-    lengths = [rollout.sampled_tokens for rollout in rollouts]
-    reward_s = sum(rollout.environment_s for rollout in rollouts)
-    return {
-        "phase": "rl",
-        "reward": float(np.mean([reward for reward in rewards if reward is not None])),
-        **credit,
-        "length_mean": float(np.mean(lengths)),
-        "cut": float(np.mean([rollout.graph.episode.stop_reason == "length" for rollout in rollouts])),
-        "prefix_hit_rate": sum(r.cached_tokens for r in rollouts) / sum(r.prompt_tokens for r in rollouts),
-        "computed_tokens": run.engine.stats.computed_tokens - computed,
-        "sampled_tokens": sum(lengths),
-        **metrics,
-        "time/rollout_s": elapsed - reward_s,
-        "time/reward_s": reward_s,
-    }
-
-
 def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, Any]:
     """Runs, or goes on with, a whole run; returns its summary."""
     directory = Path(config.run_dir) / config.name
@@ -184,46 +139,59 @@ def _train(
     reporter: Reporter,
 ) -> dict[str, Any]:
     config = run.config
-    start, cursor = begin(run, checkpoints, config_json, reporter.phase)
-    records = Records(directory, start)
-    if start < total:
-        shutil.rmtree(directory / "hf", ignore_errors=True)  # of a shorter run; made again at the end
-    reporter.phase("compiling")
-    run.warm_up()
-    evaluated = {line["step"] for line in records.evaluations()}
+    start, begun = begin(run, checkpoints, config_json, reporter.phase)
+    with ExitStack() as stack:
+        if data is None:
+            assert isinstance(run, Run)
+            journal = stack.enter_context(closing(Journal(directory / "journal.sqlite")))
+            go_on(journal, start, begun, keep=config.orchestrator.lag > 0)
+            records = stack.enter_context(closing(Records(directory, start, journal.files())))
+            steps = stack.enter_context(closing(_task_steps(run, start, total, records, journal, reporter)))
+        else:
+            journal = None
+            records = stack.enter_context(closing(Records(directory, start)))
+            steps = _steps(run, start, total, lambda step: data_step(run, data, place(step - 1).cursor))
 
-    compiles = CompileCounter()  # of steps and evaluations; writing a checkpoint may compile
+        def place(step: int) -> Place:
+            if journal is not None:
+                return Place(journal.cursor(), journal.pending())
+            return Place(begun.cursor + (step - start) * (config.data.batch if config.data else 0))
+
+        if start < total:
+            shutil.rmtree(directory / "hf", ignore_errors=True)  # of a shorter run; made again at the end
+        reporter.phase("compiling")
+        run.warm_up()
+        saved = partial(save, run, checkpoints, config_json)
+        compiled = _take(run, steps, start, total, records, reporter, lambda step: saved(step, place(step)))
+        checkpoints.close()
+    if config.export:
+        reporter.phase("exporting")
+        export(run.trainer, run.source, directory / "hf")
+    return summary(records, run.compile_s) | {"compiles_after_warmup": compiled}
+
+
+Steps = Generator[tuple[int, dict[str, Any]]]
+
+
+def _take(
+    run: Run | DataRun,
+    steps: Steps,
+    start: int,
+    total: int,
+    records: Records,
+    reporter: Reporter,
+    checkpoint: Callable[[int], None],
+) -> int:
+    """Takes all steps; evaluates and writes down. Returns how many programs were compiled meanwhile."""
+    config = run.config
+    evaluated = {line["step"] for line in records.evaluations()}
 
     def evaluation(step: int) -> None:
         if isinstance(run, Run) and step not in evaluated:
             reporter.phase(f"evaluating at step {step}")
             records.append("evaluations.jsonl", evaluate(run, step, records))
 
-    def task_step(run: Run, step: int, first: int) -> dict[str, Any]:
-        if step <= config.warmup.steps:
-            return supervised_step(run, step)
-        return reinforcement_step(run, step, records, lambda rollout: _show(run, reporter, step, rollout), first=first)
-
-    def take(step: int) -> None:
-        began = time.perf_counter()
-        first = _cursor(config, step, start, cursor)
-        if data is not None:
-            metrics = data_step(run, data, first)
-        else:
-            assert isinstance(run, Run)
-            metrics = task_step(run, step, first)
-        published = time.perf_counter()
-        run.publish()
-        ended = time.perf_counter()
-        metrics |= {"time/publish_s": ended - published, "time/step_s": ended - began, "compiles": compiles.count}
-        records.append("metrics.jsonl", {"step": step, **metrics})
-        reporter.step(step, total, metrics)
-        if (silent := metrics.get("zero_signal_groups", 0)) >= SILENT_ALARM:
-            reporter.phase(
-                f"step {step}: all episodes of {silent:.0%} of the groups earned the same, so they teach nothing; choose tasks "
-                f"that are neither too easy nor too hard, or sample more of each"
-            )
-
+    compiles = CompileCounter()  # of steps and evaluations; writing a checkpoint may compile
     compiled = 0
     if start == (split(config.fork)[1] or 0):
         with compiles:
@@ -231,27 +199,53 @@ def _train(
         compiled = compiles.count
     for step in range(start + 1, total + 1):
         with compiles:
-            take(step)
+            done, metrics = next(steps)
+            assert done == step, (done, step)
+            metrics["compiles"] = compiles.count
+            records.append("metrics.jsonl", {"step": step, **metrics})
+            reporter.step(step, total, metrics)
+            if (silent := metrics.get("zero_signal_groups", 0)) >= SILENT_ALARM:
+                reporter.phase(
+                    f"step {step}: all episodes of {silent:.0%} of the groups earned the same, so they teach nothing; choose "
+                    f"tasks that are neither too easy nor too hard, or sample more of each"
+                )
             if step == total or (config.evaluation.every and step % config.evaluation.every == 0):
                 evaluation(step)
         compiled += compiles.count
         if step == total or (config.checkpoint.every and step % config.checkpoint.every == 0):
-            save(run, checkpoints, step, _cursor(config, step + 1, start, cursor), config_json)
-    checkpoints.close()
-    records.close()
-    if config.export:
-        reporter.phase("exporting")
-        export(run.trainer, run.source, directory / "hf")
-    return summary(records, run.compile_s) | {"compiles_after_warmup": compiled}
+            checkpoint(step)
+    return compiled
 
 
-def _cursor(config: RunConfig, step: int, start: int, cursor: int) -> int:
-    """The first train key, or example of a file, of a step of a run that goes on from `start` with `cursor`.
+def _steps(run: Run | DataRun, start: int, end: int, take: Callable[[int], dict[str, Any]]) -> Steps:
+    """Steps without rollouts, each published when it is done."""
+    for step in range(start + 1, end + 1):
+        began = time.perf_counter()
+        metrics = take(step)
+        published = time.perf_counter()
+        run.publish()
+        ended = time.perf_counter()
+        yield step, metrics | {"time/publish_s": ended - published, "time/step_s": ended - began}
 
-    The supervised steps of the warm-up have keys of their own.
-    """
-    used = config.rollout.prompts if config.data is None else config.data.batch
-    return cursor + max(0, step - 1 - max(start, config.warmup.steps)) * used
+
+def _task_steps(run: Run, start: int, total: int, records: Records, journal: Journal, reporter: Reporter) -> Steps:
+    """Supervised steps, then those of rollouts."""
+    config = run.config
+    yield from _steps(run, start, min(config.warmup.steps, total), lambda step: supervised_step(run, step))
+    buffer = Buffer(
+        lag=config.orchestrator.lag,
+        batch=config.rollout.prompts,
+        last=total,
+        cursor=journal.cursor(),
+        pending=journal.pending(),
+    )
+    for row in journal.finished():
+        rollouts = recorded(run, records.directory, row)
+        buffer.restore(Group(row.number, row.version, row.oldest, rollouts))
+    sampler = GroupSampler(run, records, journal)
+    show = partial(_show, run, reporter)
+    with closing(BatchLearner(run, show, beside=config.orchestrator.lag > 0)) as learner:
+        yield from Orchestrator(buffer, sampler, learner, journal, max(start, config.warmup.steps)).steps()
 
 
 def _finished(directory: Path, config: RunConfig, total: int) -> dict[str, Any] | None:
@@ -267,6 +261,7 @@ def _finished(directory: Path, config: RunConfig, total: int) -> dict[str, Any] 
     return summary(records, 0.0)
 
 
-def _show(run: Run, reporter: Reporter, step: int, rollout: Rollout) -> None:
+def _show(run: Run, reporter: Reporter, step: int, rollouts: Sequence[Rollout]) -> None:
+    rollout = rollouts[0]
     if (every := run.config.transcripts_every) and (step - 1) % every == 0:
         reporter.transcript(step, rollout, run.tokenizer.decode(rollout.graph.path_ids(len(rollout.graph.nodes) - 1)))

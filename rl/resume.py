@@ -1,17 +1,26 @@
-"""Where a run begins: at its own newest checkpoint, at that of the run it is forked from, or at the model's weights.
-
-The data cursor of a checkpoint is the number of train keys (of examples, where a run reads a file) that its steps have used.
-"""
+"""Where a run begins: at its own newest checkpoint, at that of the run it is forked from, or at the model's weights."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rl.checkpoint import Checkpoints, locate, split
 from rl.config import RunConfig
+from rl.journal import Journal
 from rl.run import Run
 from rl.supervised import DataRun
 from rl.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a run has come in its tasks, or in the examples of its file."""
+
+    cursor: int = 0
+    """train keys, or examples, that were issued"""
+    pending: Sequence[int] = ()
+    """those among them that nothing has been trained on yet"""
 
 
 def check_fork(config: RunConfig, directory: Path, total: int) -> None:
@@ -46,8 +55,8 @@ def check_data(config: RunConfig, directory: Path, sha256: str | None) -> None:
         )
 
 
-def begin(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, report: Callable[[str], None]) -> tuple[int, int]:
-    """Puts the run where its newest checkpoint, or else the parent's, left it: its step, and the data cursor after it."""
+def begin(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, report: Callable[[str], None]) -> tuple[int, Place]:
+    """Puts the run where its newest checkpoint, or else the parent's, left it: its step, and its place after it."""
     trainers = _trainers(run)
     like = {name: trainer.state for name, trainer in trainers.items()}
     found = checkpoints.resume(like, report)
@@ -58,21 +67,37 @@ def begin(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, report
         found = step, *parent.restore(step, like)
         report(f"forking {run.config.fork}")
     else:
-        return 0, 0
+        return 0, Place()
     step, states, meta = found
     for name, trainer in trainers.items():
         trainer.state = states[name]
     assert step == run.trainer.step, (step, run.trainer.step)
+    place = Place(meta["cursor"], meta.get("pending", ()))
     if not checkpoints.steps():
-        save(run, checkpoints, step, meta["cursor"], config_json)  # a fork's first: now its parent may be removed
+        save(run, checkpoints, config_json, step, place)  # a fork's first: now its parent may be removed
     run.publish()
-    return step, meta["cursor"]
+    return step, place
 
 
-def save(run: Run | DataRun, checkpoints: Checkpoints, step: int, cursor: int, config_json: str) -> None:
+def go_on(journal: Journal, step: int, place: Place, keep: bool) -> None:
+    """Brings a journal to where the run goes on.
+
+    Args:
+        keep: whether finished groups that nothing was trained on are kept, or made again, bit for bit.
+    """
+    if journal.cursor() == 0:
+        journal.adopt(place.cursor, place.pending)
+    journal.rewind(step)
+    if not keep:
+        for row in journal.finished():
+            journal.retry(row.number, f"made again after step {step}")
+
+
+def save(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, step: int, place: Place) -> None:
     """Begins to write what `begin` needs to go on after this step."""
-    meta = {"step": step, "cursor": cursor, "seed": run.config.seed, "config": json.loads(config_json)}
-    checkpoints.save(step, {name: trainer.state for name, trainer in _trainers(run).items()}, meta)
+    meta = {"step": step, "cursor": place.cursor, "pending": list(place.pending), "seed": run.config.seed}
+    states = {name: trainer.state for name, trainer in _trainers(run).items()}
+    checkpoints.save(step, states, {**meta, "config": json.loads(config_json)})
 
 
 def _trainers(run: Run | DataRun) -> dict[str, Trainer]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -27,9 +28,10 @@ from rl.forest import Layout
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.renderers import RENDERERS, Renderer
-from rl.rollout import Rollout, run_episodes
+from rl.rollout import Batch, Episodes, Rollout, Steps
 from rl.routes import RouterConfig
 from rl.trainer import Trainer
+from rl.workers import Inline
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Rules, Weight
@@ -50,6 +52,8 @@ class Run:
     renderer: Renderer
     trainer: Trainer
     engine: Engine
+    steps: Steps
+    """who runs the environment's steps"""
     critic: Trainer | None = None
     """reads and learns values, where advantages need them"""
     compile_s: float = 0.0
@@ -77,34 +81,44 @@ class Run:
         runner = self.engine.runner
         return published_params(self.trainer, runner.definition.weights, runner.shardings, runner.dtype)
 
-    def publish(self) -> None:
-        """The trainer's masters, rounded to the published dtype, become the engine's weights at a step boundary.
+    def stage(self) -> tuple[dict[str, jax.Array], int]:
+        """The trainer's masters, rounded to the published dtype, on the engine's devices, and their version: the number of
+        optimizer steps that made them. The engine goes on meanwhile."""
+        return self._published(), self.trainer.step
 
-        The version is the number of optimizer steps that made them.
-        """
-        params = self._published()
-        self.engine.pause("retract")
-        self.engine.load(params, self.trainer.step)
+    def swap(self, staged: tuple[dict[str, jax.Array], int]) -> None:
+        """What was staged becomes the engine's weights at a step boundary."""
+        self.engine.pause(self.config.orchestrator.mode)
+        self.engine.load(*staged)
         self.engine.resume()
+
+    def publish(self) -> None:
+        self.swap(self.stage())
+
+    @cached_property
+    def episodes(self) -> Episodes:
+        """What runs on the engine."""
+        return Episodes(
+            self.engine,
+            self.steps,
+            self.renderer,
+            seed=self.config.seed,
+            max_context=longest_branch(self.config),
+            max_turns=self.config.environment.max_turns,
+            seconds=self.config.orchestrator.episode_s,
+        )
+
+    def start(self, tasks: Sequence[Task], *, label: str, samples: int, greedy: bool = False, trainable: bool = False) -> Batch:
+        """Begins episodes with the config's sampling; `episodes.poll` brings them on."""
+        config = self.config.rollout
+        params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0 if greedy else config.temperature)
+        return self.episodes.start(tasks, samples=samples, params=params, label=label, trainable=trainable)
 
     def rollout(
         self, tasks: Sequence[Task], *, label: str, samples: int, greedy: bool = False, trainable: bool = False
     ) -> list[Rollout]:
-        config = self.config.rollout
-        params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0 if greedy else config.temperature)
-        return run_episodes(
-            self.engine,
-            self.environment,
-            self.renderer,
-            tasks,
-            samples=samples,
-            params=params,
-            label=label,
-            seed=self.config.seed,
-            trainable=trainable,
-            max_context=longest_branch(self.config),
-            max_turns=self.config.environment.max_turns,
-        )
+        """Begins episodes and goes on until they are done."""
+        return self.episodes.finish(self.start(tasks, label=label, samples=samples, greedy=greedy, trainable=trainable))
 
 
 def export(trainer: Trainer, source: Path | None, directory: Path, fused_experts: bool = False) -> None:
@@ -285,4 +299,4 @@ def make_run(config: RunConfig) -> Run:
     trainer = make_trainer(config, model, source)
     critic = make_trainer(config, model, source, critic=True) if config.advantages.kind == "gae" else None
     engine = make_engine(config, model, trainer)
-    return Run(config, model, source, tokenizer, environment, renderer, trainer, engine, critic)
+    return Run(config, model, source, tokenizer, environment, renderer, trainer, engine, Inline(environment), critic)
