@@ -58,10 +58,10 @@ def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, A
     section = run.config.evaluation
     keys = EVAL_KEYS[: section.tasks]
     tasks = [run.environment.task(key) for key in keys]
-    started, computed = time.perf_counter(), run.engine.stats.computed_tokens
+    started = time.perf_counter()
     sampled = run.rollout(tasks, label=f"eval-{step}", samples=section.samples)
     greedy = run.rollout(tasks, label=f"greedy-{step}", samples=1, greedy=True)
-    run.engine.forget()  # a resumed run has no evaluation's pages either, so its counts of cached tokens are the same
+    run.forget()  # a resumed run has no evaluation's pages either, so its counts of cached tokens are the same
     answer, score = run.constant_answer(keys) or (None, None)
     if records is not None:
         records.rollouts(f"eval_{step:06d}", [*sampled, *greedy])
@@ -73,7 +73,7 @@ def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, A
         "constant_answer_text": answer,
         "tasks": len(keys),
         "samples": section.samples,
-        "computed_tokens": run.engine.stats.computed_tokens - computed,
+        "computed_tokens": sum(rollout.computed_tokens for rollout in (*sampled, *greedy)),
         "time/evaluate_s": time.perf_counter() - started,
     }
 

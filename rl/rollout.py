@@ -7,14 +7,12 @@ All episodes in flight advance together; the engine batches whatever there is. B
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
-
-import jax
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from rl.columns import read
@@ -25,7 +23,7 @@ from rl.renderers import Renderer
 
 
 class SamplerEngine(Protocol):
-    """What rl needs of an engine."""
+    """What episodes need of an engine."""
 
     @property
     def version(self) -> int: ...
@@ -35,12 +33,6 @@ class SamplerEngine(Protocol):
     def cancel(self, request_id: str) -> Completion: ...
 
     def step(self) -> list[Completion]: ...
-
-    def pause(self, mode: str = "retract") -> None: ...
-
-    def load(self, params: Mapping[str, jax.Array], version: int) -> None: ...
-
-    def resume(self) -> None: ...
 
 
 class Steps(Protocol):

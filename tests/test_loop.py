@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,12 +82,6 @@ class Scripted:
     def cancel(self, request_id: str) -> Completion:
         raise AssertionError("nobody cancels")
 
-    def pause(self, mode: str = "retract") -> None: ...
-
-    def load(self, params: Mapping[str, Any], version: int) -> None: ...
-
-    def resume(self) -> None: ...
-
 
 class Counting:
     """Asks `turns` times for the next number; the reward is the share of turns that were right."""
@@ -116,7 +110,7 @@ END = RENDERER.stop_ids[0]
 
 def episodes(engine: Scripted, environment: Counting, tasks: int = 2, samples: int = 3, **options: Any) -> list[Rollout]:
     params = SamplingParams(max_tokens=9, temperature=options.pop("temperature", 0.7))
-    batch = {"label": "train-4", "trainable": options.pop("trainable", True)}
+    batch = {"label": options.pop("label", "train-4"), "trainable": options.pop("trainable", True)}
     running = Episodes(engine, Inline(environment), RENDERER, **{"seed": 3, "max_turns": 3, "max_context": 500, **options})
     given = [environment.task(k) for k in range(5, 5 + tasks)]
     return running.finish(running.start(given, samples=samples, params=params, **batch))
@@ -358,10 +352,10 @@ def test_tiny_learns(unbroken: tuple[Path, dict[str, Any]]) -> None:
     assert result["eval_before"] == evaluations[0]["eval"] and result["eval_after"] == evaluations[-1]["eval"]
     assert sorted(int(path.name) for path in (directory / "checkpoints").iterdir()) == [15, 20]
     for name, records in rollouts_of(directory).items():
-        count = 16 * 5 if name.startswith("eval") else 4 * 8
+        count = 16 * 5 if name.startswith("eval") else 8
         assert sum(record["node"] == 0 for record in records) == count
         assert len(read(directory / "rollouts" / name)) == count
-    keys = {record["key"] for step in range(1, 21) for record in rollouts_of(directory)[f"step_{step:06d}.parquet"]}
+    keys = {record["key"] for number in range(4 * STEPS) for record in rollouts_of(directory)[f"train_{number:08d}.parquet"]}
     assert keys == set(range(4 * STEPS))  # no task twice
 
 
