@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from inference.types import Completion, FinishReason, Request
 from launch.cli import read_config
 from rl.config import RunConfig, build
