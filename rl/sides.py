@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from rl.buffer import Group
-from rl.columns import read
 from rl.environments import TRAIN_KEYS
 from rl.files import Records
 from rl.journal import Journal
