@@ -56,7 +56,6 @@ def get_config() -> ConfigDict:
         "learning_rate": 3e-3,
         "mesh": {"fsdp": 1, "tensor": 1},
         "rules": {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "vocab": "tensor"},
-        "first_device": 0,
     }
     config.evaluation = {"tasks": 16, "samples": 4}
     config.checkpoint = {"every": 5, "keep": 2}

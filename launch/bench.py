@@ -21,18 +21,15 @@ aot    the engine's programs, or the training step, compiled for a TPU topology,
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 from launch import aot, delta, platforms, r3, serving, training, tree
 from launch.cli import Parser, read_config, run_main, set_up_jax, use_huge_pages
 from rl.config import RunConfig, build
-from rl.environments import TRAIN_KEYS
-from rl.learn import learn
 from rl.loop import evaluate
 from rl.run import make_run
-from rl.sides import rollout_metrics
+from rl.sides import plain_step
 
 PHASES = ("rollout", "reward", "pack", "train", "publish", "evaluate")
 
@@ -44,18 +41,7 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
     config: RunConfig = build(RunConfig, read_config(arguments.config, arguments.overrides))
     run = make_run(config)
     run.warm_up()
-    lines = []
-    prompts = config.rollout.prompts
-    for number in range(arguments.steps):
-        tasks = [run.environment.task(key) for key in TRAIN_KEYS[number * prompts : (number + 1) * prompts]]
-        started = time.perf_counter()
-        rollouts = run.rollout(tasks, label=f"train-{number}", samples=config.rollout.samples, trainable=True)
-        sampled = time.perf_counter()
-        metrics = rollout_metrics(rollouts) | learn(run.trainer, run.critic, config, rollouts)
-        learned = time.perf_counter()
-        run.publish()
-        times = {"rollout": sampled - started - metrics["time/reward_s"], "publish": time.perf_counter() - learned}
-        lines.append(metrics | {f"time/{phase}_s": seconds for phase, seconds in times.items()})
+    lines = [plain_step(run, number) for number in range(arguments.steps)]
     evaluation = evaluate(run, 0)
 
     def mean(key: str) -> float:

@@ -21,7 +21,8 @@ def main() -> None:
         config = replace(config, model=replace(config.model, source=arguments.model))
     set_up_jax()
     policy = make_run(config)
-    policy.engine.warm_up()
+    for engine in policy.engines:
+        engine.warm_up()
     print(json.dumps(evaluate(policy, 0)), flush=True)
 
 

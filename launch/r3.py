@@ -16,7 +16,6 @@ With --plot FILE: two runs of configs/tiny_moe.py, bfloat16 sampler and float32 
 """
 
 import argparse
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,14 +40,13 @@ from models.transformer import describe
 from rl.batch import Sample, Totals, loss_batch
 from rl.build import build
 from rl.config import RunConfig
-from rl.files import Records
 from rl.forest import Layout
-from rl.loop import reinforcement_step
 from rl.measures import add_up, finish, mismatch
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.routes import RouterConfig, Routes
 from rl.run import make_run
+from rl.sides import plain_step
 from rl.trainer import Trainer
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
@@ -244,13 +242,7 @@ def plot(file: Path, steps: int) -> dict[str, Any]:
         ]
         run = make_run(build(RunConfig, read_config("configs/tiny_moe.py", overrides)))
         run.warm_up()
-        with tempfile.TemporaryDirectory() as folder:
-            records = Records(Path(folder), 0)
-            metrics = []
-            for step in range(1, steps + 1):
-                metrics.append(reinforcement_step(run, step, records, lambda rollout: None))
-                run.publish()
-            records.close()
+        metrics = [plain_step(run, number) for number in range(steps)]
         lines[name] = [line["k3"] for line in metrics]
         ends = [line["reward"] for line in metrics]
         result[replay] = {"k3": float(np.mean(lines[name])), "reward_first": ends[0], "reward_last": float(np.mean(ends[-5:]))}

@@ -29,12 +29,12 @@ MINIMA = {
     "rollout.prompts": 1,
     "rollout.samples": 2,
     "rollout.max_tokens": 1,
-    "trainer.first_device": 0,
+    "trainer.first_device": -1,
     "trainer.warmup_steps": 0,
     "trainer.rows": 1,
     "trainer.tokens_per_row": 1,
     "orchestrator.lag": 0,
-    "orchestrator.engines": 1,
+    "orchestrator.engines": 0,
     "orchestrator.anchor_every": 1,
     "orchestrator.workers": 0,
     "orchestrator.environment_s": 0,
@@ -106,6 +106,8 @@ class EngineSection(EngineConfig, Placement):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSection(OptimizerConfig, RouterConfig, Placement):
+    first_device: int = -1
+    """-1: 0, and with a lag the first one after the engines"""
     tokens_per_row: int
     rows: int = 1
     """rows of a micro-batch"""
@@ -202,9 +204,10 @@ class OrchestratorSection:
     lag: int = 0
     """most versions from the oldest token of a sample to the version that trains on it; 0: synchronous"""
     mode: str = "retract"
-    """what an update does to requests in flight, one of inference.engine.PAUSE_MODES but `abort`"""
-    engines: int = 1
-    """copies of the engine, each with a mesh of its own, one after the other from engine.first_device on"""
+    """what an update does to requests in flight: `retract` prefills them again, `keep` lets them keep their keys and values"""
+    engines: int = 0
+    """copies of the engine, each with a mesh of its own, one after the other from engine.first_device on; 0: one, and with a
+    lag as many as three quarters of the devices hold"""
     processes: bool = False
     """each engine is a server in a process of its own; weights reach it through the store"""
     store: str = ""
@@ -263,6 +266,8 @@ class RunConfig:
             errors.append(f"name: {self.name!r} is no plain folder name; choose one, and set run_dir for where it is")
         if self.model.dtype not in DTYPES:
             errors.append(f"model.dtype: {self.model.dtype!r} is unknown; use one of {DTYPES}")
+        if self.orchestrator.mode not in ("retract", "keep"):
+            errors.append(f"orchestrator.mode: {self.orchestrator.mode!r} is unknown; use 'retract' or 'keep'")
         if self.engine.dtype not in ("", *DTYPES):
             errors.append(f"engine.dtype: {self.engine.dtype!r} is unknown; leave it out, or use one of {DTYPES}")
         if not TEMPERATURES[0] <= self.rollout.temperature <= TEMPERATURES[1]:

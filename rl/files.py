@@ -25,7 +25,7 @@ from rl.whole import write_whole
 CHANGEABLE = {"steps", "data.epochs", "checkpoint", "transcripts_every", "export"}
 """config keys that a resumed run may change, and goes on bit for bit"""
 PLACES = {f"{side}.{key}" for side in ("trainer", "engine") for key in ("mesh", "rules", "first_device")}
-PLACES |= {"trainer.rows", "trainer.remat"}
+PLACES |= {"trainer.rows", "trainer.remat", "orchestrator"}
 """those that it may change too, and goes on within rounding (1e-5 in float32): where and in which order it computes"""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 """those whose versions a run records"""

@@ -28,14 +28,15 @@ from rl.checkpoint import Checkpoints, split
 from rl.config import RunConfig
 from rl.datasets import Dataset
 from rl.environments import EVAL_KEYS
-from rl.files import Records, check_directory, lock, run_record, summary, write_whole
+from rl.files import Records, check_directory, lock, run_record, summary
 from rl.journal import Journal
 from rl.orchestrator import Orchestrator
 from rl.resume import Place, begin, check_data, check_fork, go_on, save
-from rl.rollout import Rollout
+from rl.rollout import Rollout, recorded
 from rl.run import Run, export, make_run, warmup_keys
 from rl.sides import BatchLearner, GroupSampler
 from rl.supervised import DataRun, data_step, load_data, make_data_run, num_steps
+from rl.whole import write_whole
 
 SILENT_ALARM = 0.9
 """share of groups without signal from which on a step warns"""
@@ -57,10 +58,10 @@ def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, A
     section = run.config.evaluation
     keys = EVAL_KEYS[: section.tasks]
     tasks = [run.environment.task(key) for key in keys]
-    started, computed = time.perf_counter(), run.engine.stats.computed_tokens
+    started = time.perf_counter()
     sampled = run.rollout(tasks, label=f"eval-{step}", samples=section.samples)
     greedy = run.rollout(tasks, label=f"greedy-{step}", samples=1, greedy=True)
-    run.engine.forget()  # a resumed run has no evaluation's pages either, so its counts of cached tokens are the same
+    run.forget()  # a resumed run has no evaluation's pages either, so its counts of cached tokens are the same
     answer, score = run.constant_answer(keys) or (None, None)
     if records is not None:
         records.rollouts(f"eval_{step:06d}", [*sampled, *greedy])
@@ -72,7 +73,7 @@ def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, A
         "constant_answer_text": answer,
         "tasks": len(keys),
         "samples": section.samples,
-        "computed_tokens": run.engine.stats.computed_tokens - computed,
+        "computed_tokens": sum(rollout.computed_tokens for rollout in (*sampled, *greedy)),
         "time/evaluate_s": time.perf_counter() - started,
     }
 
@@ -145,8 +146,9 @@ def _train(
             assert isinstance(run, Run)
             journal = stack.enter_context(closing(Journal(directory / "journal.sqlite")))
             go_on(journal, start, begun, keep=config.orchestrator.lag > 0)
-            records = stack.enter_context(closing(Records(directory, start, journal.files())))
-            steps = stack.enter_context(closing(_task_steps(run, start, total, records, journal, reporter)))
+            records = stack.enter_context(closing(Records(directory, start)))
+            records.keep(journal.files())
+            steps = stack.enter_context(closing(_task_steps(run, directory, start, total, records, journal, reporter)))
         else:
             journal = None
             records = stack.enter_context(closing(Records(directory, start)))
@@ -228,7 +230,9 @@ def _steps(run: Run | DataRun, start: int, end: int, take: Callable[[int], dict[
         yield step, metrics | {"time/publish_s": ended - published, "time/step_s": ended - began}
 
 
-def _task_steps(run: Run, start: int, total: int, records: Records, journal: Journal, reporter: Reporter) -> Steps:
+def _task_steps(
+    run: Run, directory: Path, start: int, total: int, records: Records, journal: Journal, reporter: Reporter
+) -> Steps:
     """Supervised steps, then those of rollouts."""
     config = run.config
     yield from _steps(run, start, min(config.warmup.steps, total), lambda step: supervised_step(run, step))
@@ -240,8 +244,8 @@ def _task_steps(run: Run, start: int, total: int, records: Records, journal: Jou
         pending=journal.pending(),
     )
     for row in journal.finished():
-        rollouts = recorded(run, records.directory, row)
-        buffer.restore(Group(row.number, row.version, row.oldest, rollouts))
+        assert row.version is not None and row.oldest is not None and row.file is not None, row
+        buffer.restore(Group(row.number, row.version, row.oldest, recorded(directory / row.file, run.environment)))
     sampler = GroupSampler(run, records, journal)
     show = partial(_show, run, reporter)
     with closing(BatchLearner(run, show, beside=config.orchestrator.lag > 0)) as learner:

@@ -9,7 +9,7 @@
                  would else come too late                         versions ahead
     publish      the optimizer step; the step boundary of the     the capacity that a version gives   time/publish_s
                  engine, for the swap alone
-    checkpoint   the metrics line of its step                     the next step                       (in time/step_s of the next)
+    checkpoint   the metrics line of its step                     the next step
 
 Samplers and learners are behind small Protocols, so that the same loop runs on a virtual clock (`launch.bench async`).
 """
@@ -100,7 +100,7 @@ class Orchestrator:
 
     def _step(self) -> tuple[int, dict[str, Any]]:
         began = now = self._clock()
-        waited = {"wait/rollout_s": 0.0, "wait/trainer_s": 0.0}
+        spent = {"wait/rollout_s": 0.0, "wait/trainer_s": 0.0, "time/rollout_s": 0.0}
         metrics = None
         while metrics is None:
             self._issue()
@@ -115,8 +115,8 @@ class Orchestrator:
             if self._training:
                 metrics = self.learner.poll(wait=idle)
             now = self._clock()
-            waited["wait/rollout_s"] += (now - was) * idle
-            waited["wait/trainer_s"] += (now - was) * free
+            spent["wait/rollout_s" if idle else "time/rollout_s"] += now - was
+            spent["wait/trainer_s"] += (now - was) * free
         lags = {group.number: self.version - group.oldest for group in self._training}
         self.learner.publish()
         self.buffer.trained()
@@ -132,7 +132,7 @@ class Orchestrator:
             "time/publish_s": published - now,
             "time/step_s": published - began,
         }
-        return self.version, metrics | about | waited
+        return self.version, about | metrics | spent
 
     def _issue(self) -> None:
         for group in self.buffer.stale(self.version):

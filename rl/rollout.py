@@ -7,23 +7,23 @@ All episodes in flight advance together; the engine batches whatever there is. B
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
-import jax
-
 from inference.types import Completion, FinishReason, Request, SamplingParams
-from rl.environments import Message, Step, Task, total_reward
+from rl.columns import read
+from rl.environments import Environment, Message, Step, Task, total_reward
 from rl.graph import Graph
 from rl.records import Call, Episode, EpisodeStatus
 from rl.renderers import Renderer
 
 
 class SamplerEngine(Protocol):
-    """What rl needs of an engine."""
+    """What episodes need of an engine."""
 
     @property
     def version(self) -> int: ...
@@ -33,12 +33,6 @@ class SamplerEngine(Protocol):
     def cancel(self, request_id: str) -> Completion: ...
 
     def step(self) -> list[Completion]: ...
-
-    def pause(self, mode: str = "retract") -> None: ...
-
-    def load(self, params: Mapping[str, jax.Array], version: int) -> None: ...
-
-    def resume(self) -> None: ...
 
 
 class Steps(Protocol):
@@ -260,3 +254,35 @@ class Episodes:
         times = {"generate_s": rollout.generate_s, "environment_s": rollout.environment_s}
         rollout.graph.finish(status, stop_reason=reason, **times, **changes)
         batch.running.remove(name)
+
+
+def recorded(path: Path, environment: Environment) -> list[Rollout]:
+    """What a file of rollouts holds, as it was when it was written, but for times and what the engine's cache did.
+
+    Raises:
+        ValueError: it cannot be read, or its tasks are not those that the environment makes of their keys now.
+    """
+    rollouts = []
+    for graph in read(path):
+        episode, task = graph.episode, environment.task(graph.episode.key)
+        if (episode.env, episode.content_hash) != (task.env, task.content_hash):
+            raise ValueError(
+                f"{path}: task {episode.key} of {episode.env!r} is another one now ({task.env!r}); use the environment, its "
+                f"options and its version that the run began with"
+            )
+        sampled = [node for node in graph.nodes if node.kind == "sampled" and node.status != "abandoned"]
+        rollouts.append(
+            Rollout(
+                task,
+                graph,
+                [message for node in graph.nodes for message in node.messages],
+                node=len(graph.nodes) - 1,
+                turns=len(sampled),
+                prompt_tokens=sum(len(graph.path_ids(node.parent)) for node in sampled),
+                cached_tokens=sum(node.cached_tokens for node in sampled),
+                sampled_tokens=sum(len(node.ids) for node in sampled),
+                generate_s=episode.generate_s,
+                environment_s=episode.environment_s,
+            )
+        )
+    return rollouts

@@ -1,8 +1,9 @@
 """From a RunConfig to the pieces of a run: model, tokenizer, environment, renderer, trainer, engine."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from models.hf_config import read_config
 from models.tokenizer import ByteTokenizer, Tokenizer
 from models.transformer import describe
 from rl.build import build, pick
-from rl.config import EnvironmentSection, ModelSection, Placement, RunConfig
+from rl.config import EngineSection, EnvironmentSection, ModelSection, Placement, RunConfig
+from rl.engines import Engines
 from rl.environments import EVAL_KEYS, TRAIN_KEYS, Arithmetic, Environment, ReasoningGym, Task, constant_answer
 from rl.forest import Layout
 from rl.objective import Objective
@@ -51,7 +53,7 @@ class Run:
     environment: Environment
     renderer: Renderer
     trainer: Trainer
-    engine: Engine
+    engines: Sequence[Engine]
     steps: Steps
     """who runs the environment's steps"""
     critic: Trainer | None = None
@@ -62,13 +64,14 @@ class Run:
     def warm_up(self) -> None:
         """Compiles every program of a step; after it nothing is compiled."""
         started = time.perf_counter()
-        self.engine.warm_up()
+        for engine in self.engines:
+            engine.warm_up()
         self.trainer.warm_up()
         if self.critic is not None:
             self.critic.warm_up()
         if self.config.warmup.steps:
             self.trainer.warm_up("sft")
-        jax.block_until_ready(self._published())
+        jax.block_until_ready(self.stage())
         self.compile_s += time.perf_counter() - started
 
     def constant_answer(self, keys: Sequence[int]) -> tuple[str, float] | None:
@@ -77,29 +80,32 @@ class Run:
             self._constant = list(keys), constant_answer(self.environment, keys)
         return self._constant[1]
 
-    def _published(self) -> dict[str, jax.Array]:
-        runner = self.engine.runner
-        return published_params(self.trainer, runner.definition.weights, runner.shardings, runner.dtype)
+    def stage(self) -> tuple[list[dict[str, jax.Array]], int]:
+        """The trainer's masters, rounded to the published dtype, on each engine's devices, and their version: the number of
+        optimizer steps that made them. The engines go on meanwhile."""
+        return [published_params(self.trainer, *_wanted(engine)) for engine in self.engines], self.trainer.step
 
-    def stage(self) -> tuple[dict[str, jax.Array], int]:
-        """The trainer's masters, rounded to the published dtype, on the engine's devices, and their version: the number of
-        optimizer steps that made them. The engine goes on meanwhile."""
-        return self._published(), self.trainer.step
-
-    def swap(self, staged: tuple[dict[str, jax.Array], int]) -> None:
-        """What was staged becomes the engine's weights at a step boundary."""
-        self.engine.pause(self.config.orchestrator.mode)
-        self.engine.load(*staged)
-        self.engine.resume()
+    def swap(self, staged: tuple[list[dict[str, jax.Array]], int]) -> None:
+        """What was staged becomes the engines' weights, each at a step boundary of its own."""
+        params, version = staged
+        for engine, own in zip(self.engines, params, strict=True):
+            engine.pause(self.config.orchestrator.mode)
+            engine.load(own, version)
+            engine.resume()
 
     def publish(self) -> None:
         self.swap(self.stage())
 
+    def forget(self) -> None:
+        """Empties the engines' prefix caches."""
+        for engine in self.engines:
+            engine.forget()
+
     @cached_property
     def episodes(self) -> Episodes:
-        """What runs on the engine."""
+        """What runs on the engines."""
         return Episodes(
-            self.engine,
+            self.engines[0] if len(self.engines) == 1 else Engines(self.engines),
             self.steps,
             self.renderer,
             seed=self.config.seed,
@@ -126,6 +132,11 @@ def export(trainer: Trainer, source: Path | None, directory: Path, fused_experts
     definition, masters = trainer.definition, trainer.state.masters
     dtype = np.dtype(definition.dtype)
     save_hf(directory, definition.config, masters, tokenizer_files_from=source, dtype=dtype, fused=fused_experts)
+
+
+def _wanted(engine: Engine) -> tuple[Mapping[str, Weight], Mapping[str, jax.sharding.Sharding], DTypeLike]:
+    """What an engine's weights have to be."""
+    return engine.runner.definition.weights, engine.runner.shardings, engine.runner.dtype
 
 
 def published_params(
@@ -236,14 +247,45 @@ def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None, *, 
     return trainer
 
 
-def make_engine(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engine:
-    """An engine with the trainer's published weights."""
-    mesh, rules = _mesh(config.engine, "engine")
-    dtype = jnp.dtype(config.engine.dtype or config.model.dtype)
+def placed(config: RunConfig) -> RunConfig:
+    """The config with numbers where it leaves engines and devices to us: with a lag, engines have three quarters of the
+    devices, and the trainer begins after them.
+
+    Raises:
+        ValueError: there is a lag, and the two sides share devices.
+    """
+    section, engine, trainer = config.orchestrator, config.engine, config.trainer
+    own = math.prod(engine.mesh.values())
+    count = section.engines
+    if not count:
+        count = max(1, (3 * jax.device_count() // 4 - engine.first_device) // own) if section.lag else 1
+    end = engine.first_device + count * own
+    first = trainer.first_device
+    if first < 0:
+        first = end if section.lag else 0
+    theirs = range(first, first + math.prod(trainer.mesh.values()))
+    if section.lag and theirs.start < end and engine.first_device < theirs.stop:
+        raise ValueError(
+            f"orchestrator.lag: with a lag the trainer has devices of its own, but {count} engines have {engine.first_device} "
+            f"to {end - 1}, and the trainer {theirs.start} to {theirs.stop - 1}; set trainer.first_device, or lag = 0"
+        )
+    return replace(config, orchestrator=replace(section, engines=count), trainer=replace(trainer, first_device=first))
+
+
+def make_engines(config: RunConfig, model: ModelConfig, trainer: Trainer) -> list[Engine]:
+    """Engines side by side, with the trainer's published weights."""
+    first, own = config.engine.first_device, math.prod(config.engine.mesh.values())
+    places = range(first, first + config.orchestrator.engines * own, own)
+    return [make_engine(replace(config.engine, first_device=place), config, model, trainer) for place in places]
+
+
+def make_engine(section: EngineSection, config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engine:
+    mesh, rules = _mesh(section, "engine")
+    dtype = jnp.dtype(section.dtype or config.model.dtype)
     weights = describe(model, stacked=False)
     return Engine(
         model,
-        pick(EngineConfig, config.engine),
+        pick(EngineConfig, section),
         published_params(trainer, weights, _shardings(rules, mesh, weights, "engine"), dtype),
         version=trainer.step,
         dtype=dtype,
@@ -296,7 +338,8 @@ def make_run(config: RunConfig) -> Run:
     model, source, tokenizer = make_model(config.model)
     environment, renderer = make_environment(config, tokenizer)
     check_prompts(config, environment, renderer)
+    config = placed(config)
     trainer = make_trainer(config, model, source)
     critic = make_trainer(config, model, source, critic=True) if config.advantages.kind == "gae" else None
-    engine = make_engine(config, model, trainer)
-    return Run(config, model, source, tokenizer, environment, renderer, trainer, engine, Inline(environment), critic)
+    engines = make_engines(config, model, trainer)
+    return Run(config, model, source, tokenizer, environment, renderer, trainer, engines, Inline(environment), critic)

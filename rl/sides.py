@@ -1,5 +1,6 @@
 """The two sides of a run on real parts: groups are sampled by its engines, batches are learned by its trainer."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -95,6 +96,20 @@ class BatchLearner:
         """Waits for the step that runs, if any."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def plain_step(run: Run, number: int) -> dict[str, Any]:
+    """A step of lag 0 on the tasks of that number, for benchmarks: nothing is written down."""
+    config = run.config.rollout
+    tasks = [run.environment.task(key) for key in TRAIN_KEYS[number * config.prompts : (number + 1) * config.prompts]]
+    started = time.perf_counter()
+    rollouts = run.rollout(tasks, label=f"train-{number}", samples=config.samples, trainable=True)
+    sampled = time.perf_counter()
+    metrics = rollout_metrics(rollouts) | learn(run.trainer, run.critic, run.config, rollouts)
+    learned = time.perf_counter()
+    run.publish()
+    times = {"rollout": sampled - started - metrics["time/reward_s"], "publish": time.perf_counter() - learned}
+    return metrics | {f"time/{phase}_s": seconds for phase, seconds in times.items()}
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:

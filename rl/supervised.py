@@ -16,8 +16,9 @@ from models.tokenizer import ByteTokenizer, Tokenizer
 from rl.config import NO_TASKS, EngineSection, RolloutSection, RunConfig
 from rl.datasets import Dataset, load
 from rl.renderers import Renderer
-from rl.run import Run, check_prompts, make_engine, make_environment, make_model, make_renderer, make_trainer
+from rl.run import Run, check_prompts, make_engines, make_environment, make_model, make_renderer, make_trainer, placed
 from rl.trainer import Trainer
+from rl.workers import Inline
 
 
 @dataclass
@@ -74,14 +75,15 @@ def make_data_run(config: RunConfig, data: Dataset) -> Run | DataRun:
     """
     model, source, tokenizer = make_model(config.model)
     if config.environment.kind == NO_TASKS:
-        trainer = make_trainer(_fitted(config, data), model, source)
+        trainer = make_trainer(_fitted(placed(config), data), model, source)
         return DataRun(config, model, source, tokenizer, make_renderer(config.environment, tokenizer), trainer)
     environment, renderer = make_environment(config, tokenizer)
     assert config.data is not None
     check_prompts(replace(config, steps=0, data=replace(config.data, epochs=1)), environment, renderer)
+    config = placed(config)
     trainer = make_trainer(_fitted(config, data), model, source)
-    engine = make_engine(config, model, trainer)
-    return Run(config, model, source, tokenizer, environment, renderer, trainer, engine)
+    engines = make_engines(config, model, trainer)
+    return Run(config, model, source, tokenizer, environment, renderer, trainer, engines, Inline(environment))
 
 
 def _fitted(config: RunConfig, data: Dataset) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Groups between issue and training, under the real loop with scripted sides: the lag never exceeds its bound, no task is lost."""
+"""Groups between issue and training, under the real loop with scripted sides: the bound on the lag holds, no task is lost."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

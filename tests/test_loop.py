@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +21,10 @@ from rl.columns import read
 from rl.credit import AdvantageConfig, samples_of
 from rl.environments import Message, Reward, Step, Task, finish, make_task
 from rl.files import Records
-from rl.loop import reinforcement_step
+from rl.learn import learn
 from rl.renderers import ChatML
-from rl.rollout import Rollout, run_episodes
+from rl.rollout import Episodes, Rollout
+from rl.workers import Inline
 
 REPO = Path(__file__).parents[1]
 
@@ -78,11 +79,8 @@ class Scripted:
         self.completions.append(done)
         return [done]
 
-    def pause(self, mode: str = "retract") -> None: ...
-
-    def load(self, params: Mapping[str, Any], version: int) -> None: ...
-
-    def resume(self) -> None: ...
+    def cancel(self, request_id: str) -> Completion:
+        raise AssertionError("nobody cancels")
 
 
 class Counting:
@@ -112,16 +110,10 @@ END = RENDERER.stop_ids[0]
 
 def episodes(engine: Scripted, environment: Counting, tasks: int = 2, samples: int = 3, **options: Any) -> list[Rollout]:
     params = SamplingParams(max_tokens=9, temperature=options.pop("temperature", 0.7))
-    given: dict[str, Any] = {"label": "train-4", "seed": 3, "trainable": True, "max_turns": 3, "max_context": 500} | options
-    return run_episodes(
-        engine,
-        environment,
-        RENDERER,
-        [environment.task(k) for k in range(5, 5 + tasks)],
-        samples=samples,
-        params=params,
-        **given,
-    )
+    batch = {"label": options.pop("label", "train-4"), "trainable": options.pop("trainable", True)}
+    running = Episodes(engine, Inline(environment), RENDERER, **{"seed": 3, "max_turns": 3, "max_context": 500, **options})
+    given = [environment.task(k) for k in range(5, 5 + tasks)]
+    return running.finish(running.start(given, samples=samples, params=params, **batch))
 
 
 def counts(request: Request) -> tuple[list[int], FinishReason]:
@@ -238,7 +230,7 @@ def test_an_episode_that_would_outgrow_the_context_ends() -> None:
     assert {(r.graph.episode.status, r.graph.episode.stop_reason, r.turns) for r in rollouts} == {("truncated", "context", 1)}
 
 
-def test_unscored_episodes_do_not_dilute_the_step(tmp_path: Path) -> None:
+def test_unscored_episodes_do_not_dilute_the_step() -> None:
     """A step in which one of two groups failed trains as one with the other group alone."""
     rollouts = episodes(Scripted(counts), Counting(1))
     for rollout in rollouts[3:]:
@@ -249,18 +241,13 @@ def test_unscored_episodes_do_not_dilute_the_step(tmp_path: Path) -> None:
         seen["episodes"] = [sample.episode for sample in samples]
         return {}
 
-    run: Any = SimpleNamespace(
-        config=SimpleNamespace(rollout=SimpleNamespace(prompts=2, samples=3, temperature=1.0, max_tokens=8),
-                               advantages=AdvantageConfig(std="none"), warmup=SimpleNamespace(steps=0), data=None,
-                               environment=SimpleNamespace(max_turns=1)),
-        environment=Counting(1),
-        engine=SimpleNamespace(stats=SimpleNamespace(computed_tokens=0)),
-        trainer=SimpleNamespace(train=train),
-        critic=None,
-        rollout=lambda *args, **options: rollouts,
-    )  # fmt: skip
-    records = Records(tmp_path, 0)
-    metrics = reinforcement_step(run, 1, records, lambda rollout: None)
+    config: Any = SimpleNamespace(
+        rollout=SimpleNamespace(temperature=1.0, max_tokens=8),
+        advantages=AdvantageConfig(std="none"),
+        environment=SimpleNamespace(max_turns=1),
+    )
+    trainer: Any = SimpleNamespace(train=train)
+    metrics = learn(trainer, None, config, rollouts)
     assert seen["episodes"] == [0, 1, 2] and metrics["unscored"] == 0.5
 
 
@@ -365,10 +352,10 @@ def test_tiny_learns(unbroken: tuple[Path, dict[str, Any]]) -> None:
     assert result["eval_before"] == evaluations[0]["eval"] and result["eval_after"] == evaluations[-1]["eval"]
     assert sorted(int(path.name) for path in (directory / "checkpoints").iterdir()) == [15, 20]
     for name, records in rollouts_of(directory).items():
-        count = 16 * 5 if name.startswith("eval") else 4 * 8
+        count = 16 * 5 if name.startswith("eval") else 8
         assert sum(record["node"] == 0 for record in records) == count
         assert len(read(directory / "rollouts" / name)) == count
-    keys = {record["key"] for step in range(1, 21) for record in rollouts_of(directory)[f"step_{step:06d}.parquet"]}
+    keys = {record["key"] for number in range(4 * STEPS) for record in rollouts_of(directory)[f"train_{number:08d}.parquet"]}
     assert keys == set(range(4 * STEPS))  # no task twice
 
 

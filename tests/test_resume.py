@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from launch.cli import read_config
 from rl.checkpoint import META, REMOVED, TEMPORARY, Checkpoints, Damaged
 from rl.columns import read
 from rl.config import RunConfig, build
+from rl.journal import Journal
 from rl.loop import train
 from rl.programs import TrainState
 from rl.rollout import Rollout
@@ -280,8 +281,11 @@ def test_a_fork_goes_on_as_its_parent_did(parent: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_fork_with_another_batch_uses_no_task_twice(parent: Path, tmp_path: Path) -> None:
     run(tmp_path, *CHILD, "rollout.prompts=3", "rollout.samples=2", f"fork={parent}@4", "trainer.learning_rate=1e-3")
-    graphs = [read(tmp_path / f"child/rollouts/step_{step:06d}.parquet") for step in (5, 6)]
-    assert [sorted({graph.episode.key for graph in of_step}) for of_step in graphs] == [[8, 9, 10], [11, 12, 13]]
+    with closing(Journal(tmp_path / "child/journal.sqlite", read_only=True)) as journal:
+        rows = [journal.trained(step) for step in (5, 6)]
+    assert [[row.key for row in of_step] for of_step in rows] == [[8, 9, 10], [11, 12, 13]]
+    files = [tmp_path / "child" / str(row.file) for of_step in rows for row in of_step]
+    assert [{graph.episode.key for graph in read(file)} for file in files] == [{key} for key in range(8, 14)]
 
 
 @pytest.mark.slow
@@ -385,6 +389,10 @@ def test_killed_at_random_moments(tmp_path: Path, report: Callable[[str], None])
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == sorted(
         p.name for p in (expected / "checkpoints").iterdir()
     )
-    assert sorted(p.name for p in (directory / "rollouts").iterdir()) == sorted(
-        p.name for p in (expected / "rollouts").iterdir()
-    )
+    tasks = range(2 * 10 * KILLS)
+    for each in (directory, expected):
+        with closing(Journal(each / "journal.sqlite", read_only=True)) as journal:
+            assert [row.number for step in range(1, 10 * KILLS + 1) for row in journal.trained(step)] == list(tasks)
+            assert journal.pending() == [] and journal.cursor() == len(tasks)
+            names = {str(row.file) for step in range(1, 10 * KILLS + 1) for row in journal.trained(step)}
+            assert names <= {f"rollouts/{path.name}" for path in (each / "rollouts").iterdir()}
