@@ -10,6 +10,7 @@ that is no longer kept is renamed before it is deleted. So a kill leaves no fold
 disk does to it later, sizes and sums find: Orbax alone returns wrong weights, without an error, for a flipped bit.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -73,7 +74,7 @@ class Checkpoints:
             options = ocp.AsyncOptions(post_finalization_callback=self._complete)
             self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
         self._finish()
-        arrays = {name: _describe(state) for name, state in states.items()}
+        arrays = {name: _describe(_tree(state)) for name, state in states.items()}
         self._pending = step, {**meta, "arrays": arrays}
         items = {name: ocp.args.StandardSave(_tree(state)) for name, state in states.items()}
         self._writer.save(self.directory / str(step), args=ocp.args.Composite(**items))
@@ -130,7 +131,7 @@ class Checkpoints:
             raise Damaged(f"{path}: cannot be read: {error}") from error
         states = {name: replace(state, **read[name]) for name, state in like.items()}
         for name, state in states.items():
-            if wrong := sorted(_differing(_describe(state), meta["arrays"][name])):
+            if wrong := sorted(_differing(_describe(_tree(state)), meta["arrays"][name])):
                 raise Damaged(f"{path}: the bits of {name}/{wrong[0]} are not those that were saved")
         return states, meta
 
@@ -229,12 +230,17 @@ def _names(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _describe(state: TrainState) -> dict[str, Any]:
+def digest(state: TrainState) -> str:
+    """Of the masters' bits, the same on any mesh: what a metrics line says of the weights after its step."""
+    return hashlib.sha256(json.dumps(_describe(state.masters)).encode()).hexdigest()[:16]
+
+
+def _describe(tree: Any) -> dict[str, Any]:
     """Name -> form of each array, and the sum of its bits as unsigned integers, modulo 2^32: it is the same on any mesh."""
-    arrays = jax.tree.leaves(_tree(state))
+    arrays = jax.tree.leaves(tree)
     replicated = NamedSharding(arrays[0].sharding.mesh, PartitionSpec())
     sums = jax.device_get(jax.jit(_sums, out_shardings=replicated)(arrays))
-    return {name: [*_form(x), int(total)] for name, x, total in zip(_names(_tree(state)), arrays, sums, strict=True)}
+    return {name: [*_form(x), int(total)] for name, x, total in zip(_names(tree), arrays, sums, strict=True)}
 
 
 def _form(x: jax.Array) -> list[Any]:

@@ -46,19 +46,13 @@ class Records:
         self._events: SummaryWriter | None = None
         (directory / "rollouts").mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "evaluations.jsonl"):
-            kept = [line for line in self._lines(name) if line["step"] <= resume_step]
+            kept = [line for line in read_lines(directory / name) if line["step"] <= resume_step]
             if resume_step == 0:
                 kept = []
             write_whole(directory / name, "".join(json.dumps(line) + "\n" for line in kept))
         for path in (directory / "rollouts").glob("eval_*"):  # eval_STEP.parquet
             if int(path.name.partition(".")[0].rpartition("_")[2]) > resume_step:
                 path.unlink()
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.directory / name
-        # what follows the last newline was cut by a kill in the middle of a write; its step is made again
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.directory / name).open("a") as file:
@@ -76,10 +70,10 @@ class Records:
             self._events.close()
 
     def metrics(self) -> list[dict[str, Any]]:
-        return self._lines("metrics.jsonl")
+        return read_lines(self.directory / "metrics.jsonl")
 
     def evaluations(self) -> list[dict[str, Any]]:
-        return self._lines("evaluations.jsonl")
+        return read_lines(self.directory / "evaluations.jsonl")
 
     def rollouts(self, label: str, rollouts: Sequence[Rollout]) -> str:
         """One file a batch, written whole; its name, from the run's folder on."""
@@ -95,6 +89,13 @@ class Records:
                 path.unlink()
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Of `metrics.jsonl` or `evaluations.jsonl`; none where there is no such file."""
+    # what follows the last newline was cut by a kill in the middle of a write; its step is made again
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def check_directory(directory: Path, config_json: str) -> list[str]:
     """Refuses a folder that holds a run of another config; what is left to its default is equal to that default.
 
@@ -106,14 +107,14 @@ def check_directory(directory: Path, config_json: str) -> list[str]:
     path = directory / "config.json"
     if path.exists():
         try:
-            old = _built(path.read_text())
+            old: RunConfig = build(RunConfig, json.loads(path.read_text()))
         except ValueError as error:
             raise ValueError(
                 f"{path}: is no config of this version of twinax ({error}); give this run another config.name, or remove "
                 f"that folder"
             ) from error
-        changed = sorted(key for key in _changed(old, _built(config_json)) if not _among(key, CHANGEABLE))
-        if refused := [key for key in changed if not _among(key, PLACES)]:
+        changed = [key for key in changes(old, build(RunConfig, json.loads(config_json))) if not among(key, CHANGEABLE)]
+        if refused := [key for key in changed if not among(key, PLACES)]:
             raise ValueError(
                 f"config.{', config.'.join(refused)}: differs from the run that {directory} holds; give this run another "
                 f"config.name, or remove that folder"
@@ -122,15 +123,15 @@ def check_directory(directory: Path, config_json: str) -> list[str]:
     return []
 
 
-def _among(key: str, sections: set[str]) -> bool:
+def among(key: str, sections: Collection[str]) -> bool:
+    """Whether a dotted key is one of these, or below one."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
-def _built(config_json: str) -> dict[str, Any]:
-    """A config with its defaults, without the place of its folder, which may move."""
-    config = dataclasses.asdict(build(RunConfig, json.loads(config_json)))
-    del config["run_dir"]
-    return config
+def changes(old: RunConfig, new: RunConfig) -> list[str]:
+    """Dotted names of what differs between two configs, but for the place of the run's folder, which may move."""
+    both = [dataclasses.asdict(config) for config in (old, new)]
+    return sorted(name for name in _changed(*both) if name != "run_dir")
 
 
 def _changed(old: Any, new: Any, where: str = "") -> list[str]:
@@ -148,7 +149,7 @@ def lock(directory: Path) -> Iterator[None]:
         ValueError: another process holds it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as file:
+    with (directory / ".lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
