@@ -101,32 +101,34 @@ class Workers:
                 answer.set_result(self._step(number, line))
             except Exception as error:  # the caller's to record
                 answer.set_exception(error)
-        if (process := self.processes[number]) is not None:
-            process.close()
+        self._end(number)
 
     def _start(self, number: int) -> "_Process":
+        self._end(number)
         with self._closing:
             if self._closed:
                 raise WorkerDied("the workers were closed before the step was done")
             self.processes[number] = process = _Process(self._section)
         return process
 
+    def _end(self, number: int) -> None:
+        if (process := self.processes[number]) is not None:
+            self.processes[number] = None
+            process.close()
+
     def _step(self, number: int, line: bytes) -> Step:
         for _ in range(MOST_DEATHS):
             process = self.processes[number]
             if process is None or not process.ready():
-                if process is not None:
-                    process.close()
                 process = self._start(number)
-                if not process.ready():
-                    continue
             try:
-                answer = process.ask(line, self._seconds)
+                answer = process.ask(line, self._seconds) if process.ready() else None
             except TimeoutError:
-                process.kill()  # the next step starts another
+                self._end(number)
                 raise TimeoutError(f"the environment's step took more than {self._seconds:g} seconds") from None
             if answer is not None:
                 return _step_of(json.loads(answer))
+            self._end(number)
         if self._closed:
             raise WorkerDied("the workers were closed before the step was done")
         raise WorkerDied(f"{MOST_DEATHS} workers died in this step, one after the other")
