@@ -66,7 +66,7 @@ class ModelSection:
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSection:
     kind: str
-    """`reasoning_gym` or `arithmetic`; `none` where a run learns from a file and is not evaluated"""
+    """`reasoning_gym`, `arithmetic` or MODULE:CLASS of one's own; `none` where a run learns from a file and is not evaluated"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """the environment's own"""
     renderer: str = "chatml"

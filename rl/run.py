@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +25,9 @@ from models.transformer import describe
 from rl.build import build, pick
 from rl.config import EngineSection, EnvironmentSection, ModelSection, Placement, RunConfig
 from rl.engines import Engines
-from rl.environments import EVAL_KEYS, TRAIN_KEYS, Arithmetic, Environment, ReasoningGym, Task, constant_answer
+from rl.environments import EVAL_KEYS, TRAIN_KEYS, Environment, Task, constant_answer
 from rl.forest import Layout
+from rl.kinds import make
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.renderers import RENDERERS, Renderer
@@ -37,8 +38,6 @@ from rl.workers import Inline
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Rules, Weight
-
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"reasoning_gym": ReasoningGym, "arithmetic": Arithmetic}
 
 
 @dataclass
@@ -174,13 +173,7 @@ def make_model(section: ModelSection) -> tuple[ModelConfig, Path | None, Tokeniz
 
 def make_environment(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> tuple[Environment, Renderer]:
     section = config.environment
-    if section.kind not in ENVIRONMENTS:
-        raise ValueError(f"environment.kind: {section.kind!r} is unknown; use one of {sorted(ENVIRONMENTS)}")
-    renderer = make_renderer(section, tokenizer)
-    try:
-        return ENVIRONMENTS[section.kind](**section.options), renderer
-    except TypeError as error:
-        raise ValueError(f"environment.options or renderer_options: {error}") from error
+    return make(section.kind, section.options), make_renderer(section, tokenizer)
 
 
 def make_renderer(section: EnvironmentSection, tokenizer: Tokenizer | ByteTokenizer) -> Renderer:
