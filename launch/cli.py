@@ -68,7 +68,11 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ValueError(f"--config: {path} has no get_config(); define it, as the files in configs/ do")
-    values: dict[str, Any] = module.get_config().to_dict()
+    return override(module.get_config().to_dict(), overrides)
+
+
+def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Sets `--config.a.b=value` in the values of a config, which are changed and returned."""
     for text in overrides:
         name, equals, value = text.partition("=")
         if not name.startswith(OVERRIDE) or not equals:
