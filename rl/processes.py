@@ -157,14 +157,20 @@ class ServedEngine:
         return done
 
     def update(self, version: int, restart: bool = False) -> dict[str, Any]:
-        """The server swaps to a version of its store; one that dies of it, or is dead, is brought to it as it restarts."""
-        self.version = version
+        """The server swaps to a version of its store; one that dies of it, or is dead, is brought to it as it restarts.
+
+        Raises:
+            ValueError: it refuses, and serves what it had.
+        """
+        answer: dict[str, Any] = {}
         if self._coming is None:
             try:
-                return self._remote.update(version, self._mode, restart)
+                answer = self._remote.update(version, self._mode, restart)
             except EngineDied:
+                self.version = version
                 self._restart()
-        return {}
+        self.version = version
+        return answer
 
     def close(self) -> None:
         self._starter.shutdown()
