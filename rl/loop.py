@@ -61,7 +61,7 @@ def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, A
     started = time.perf_counter()
     sampled = run.rollout(tasks, label=f"eval-{step}", samples=section.samples)
     greedy = run.rollout(tasks, label=f"greedy-{step}", samples=1, greedy=True)
-    run.forget()  # a resumed run has no evaluation's pages either, so its counts of cached tokens are the same
+    run.fleet.forget()  # a resumed run has no evaluation's pages either, so its counts of cached tokens are the same
     answer, score = run.constant_answer(keys) or (None, None)
     if records is not None:
         records.rollouts(f"eval_{step:06d}", [*sampled, *greedy])

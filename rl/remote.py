@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 
 from inference.types import Completion, FinishReason, Request
-from models.routes import from_record, to_record
+from models.routes import from_json, to_json
 
 MOST_WAITS = 5
 """for a server that is shutting down, before it counts as gone"""
@@ -158,7 +158,7 @@ class RemoteEngine:
     async def _generate(self, request: Request) -> None:
         body = {"prompt_ids": request.prompt_ids, "sampling": asdict(request.params), "priority": request.priority}
         if request.routing is not None:
-            body["routing"] = to_record(request.routing)
+            body["routing"] = to_json(request.routing)
         waits, drains = 0, 0
         try:
             while True:
@@ -215,7 +215,7 @@ def _completion(request: Request, answer: dict[str, Any]) -> Completion:
         cached_tokens=answer["cached_tokens"],
         prefilled_tokens=answer["prefilled_tokens"],
         prompt_logprobs=None,
-        routing=None if rows is None else from_record(rows, "routing"),
+        routing=None if rows is None else from_json(rows, "routing"),
         routing_start=answer.get("routing_start", 0),
     )
 

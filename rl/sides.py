@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from inference.updates import Update
 from rl.buffer import Group
 from rl.environments import TRAIN_KEYS
 from rl.files import Records
@@ -63,8 +62,8 @@ class BatchLearner:
     def __init__(self, run: Run, on_batch: Callable[[int, Sequence[Rollout]], None], *, beside: bool):
         self.run, self._on_batch = run, on_batch
         self._pool = ThreadPoolExecutor(1, "trainer") if beside else None
-        self._job: Future[tuple[dict[str, Any], list[Update]]] | None = None
-        self._staged: Sequence[Update] = ()
+        self._job: Future[tuple[dict[str, Any], Any]] | None = None
+        self._staged: Any = None
 
     def start(self, step: int, groups: Sequence[Group]) -> None:
         assert self._job is None, "one step at a time"
@@ -76,10 +75,10 @@ class BatchLearner:
             self._job = Future()
             self._job.set_result(self._learn(rollouts))
 
-    def _learn(self, rollouts: Sequence[Rollout]) -> tuple[dict[str, Any], list[Update]]:
+    def _learn(self, rollouts: Sequence[Rollout]) -> tuple[dict[str, Any], Any]:
         run = self.run
         metrics = learn(run.trainer, run.critic, run.config, rollouts)
-        return {"phase": "rl", **rollout_metrics(rollouts), **metrics}, run.stage()
+        return {"phase": "rl", **rollout_metrics(rollouts), **metrics}, run.fleet.stage(run.trainer)
 
     def poll(self, wait: bool) -> dict[str, Any] | None:
         assert self._job is not None, "start a step first"
@@ -90,7 +89,7 @@ class BatchLearner:
         return metrics
 
     def publish(self) -> float:
-        paused, self._staged = self.run.swap(self._staged), []
+        paused, self._staged = self.run.fleet.swap(self._staged), None
         return paused
 
     def close(self) -> None:

@@ -19,8 +19,8 @@ from rl.renderers import Renderer
 from rl.run import (
     Run,
     check_prompts,
-    make_engines,
     make_environment,
+    make_fleet,
     make_model,
     make_renderer,
     make_steps,
@@ -94,8 +94,8 @@ def make_data_run(config: RunConfig, data: Dataset) -> Run | DataRun:
     check_prompts(replace(config, steps=0, data=replace(config.data, epochs=1)), environment, renderer)
     config = placed(config)
     trainer = make_trainer(_fitted(config, data), model, source)
-    engines = make_engines(config, model, trainer)
-    return Run(config, model, source, tokenizer, environment, renderer, trainer, engines, make_steps(config, environment))
+    fleet, steps = make_fleet(config, model, trainer), make_steps(config, environment)
+    return Run(config, model, source, tokenizer, environment, renderer, trainer, fleet, steps)
 
 
 def _fitted(config: RunConfig, data: Dataset) -> RunConfig:
