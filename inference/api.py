@@ -1,4 +1,4 @@
-"""The HTTP door of an engine: OpenAI's API, `/generate` for token ids, `/health`, `/metrics`.
+"""The HTTP door of an engine: OpenAI's API, `/generate` for token ids, `/update`, `/health`, `/metrics`.
 
 A request ends in one of three ways: with its answer, with its client gone, or with the server stopping. Whichever comes
 first, its sequences leave the engine and their pages are free.
@@ -18,13 +18,15 @@ from starlette.requests import ClientDisconnect
 
 from inference.answers import Answer, GenerateAnswer, Json, Served
 from inference.errors import ApiError, refusal
+from inference.follower import Follower
 from inference.formats import ChatAnswer, CompletionAnswer
 from inference.front import AsyncEngine
 from inference.metrics import Metrics
-from inference.protocol import ChatBody, CompletionBody, GenerateBody, parse
+from inference.protocol import ChatBody, CompletionBody, GenerateBody, UpdateBody, parse
 from inference.reply import Reply, error_response, json_response, read_body
 from inference.types import Completion, Tokens
 from inference.types import Request as EngineRequest
+from inference.updates import UpdateFailed, WeightsLost
 
 Make = Callable[[bytes, Served], Answer]
 Part = tuple[int, Tokens | ApiError]
@@ -43,10 +45,13 @@ class Door:
 
     Args:
         api_key: clients give it as bearer token; None lets everyone in.
+        follower: of the store that `/update` takes weights from.
     """
 
-    def __init__(self, front: AsyncEngine, served: Served, *, api_key: str | None = None) -> None:
-        self.front, self.served = front, served
+    def __init__(
+        self, front: AsyncEngine, served: Served, *, api_key: str | None = None, follower: Follower | None = None
+    ) -> None:
+        self.front, self.served, self.follower = front, served, follower
         self.metrics = Metrics(front.engine)
         self.draining = False
         self.failure: str | None = None
@@ -63,6 +68,7 @@ class Door:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         for path, make in MAKES.items():
             self.app.add_api_route(path, partial(self._post, path, make), methods=["POST"])
+        self.app.add_api_route("/update", self._update, methods=["POST"])
         for path, get in (
             ("/v1/models", self._models),
             ("/v1/models/{name:path}", self._model),
@@ -172,6 +178,23 @@ class Door:
             return Response(status_code=400)  # nobody reads it
         return Reply(answer, self.run, self.stop, partial(self._ended, route))
 
+    async def _update(self, request: Request) -> Response:
+        self._check_key(request)
+        self._check_open(0)
+        body = parse(UpdateBody, await read_body(request, self.served.limits))
+        if self.follower is None:
+            raise ApiError("update: this server follows no weight store; start it with --store URL", status=409)
+        try:
+            prepare = partial(self.follower.prepare, body.version, body.mode, body.restart)
+            return json_response((await self.front.update(prepare)).as_json())
+        except ValueError as error:
+            raise ApiError(str(error), status=409) from error
+        except UpdateFailed as error:
+            raise ApiError(str(error), status=500) from error
+        except WeightsLost as error:
+            self.failure = str(error)
+            raise ApiError(self.failure, status=500) from error
+
     def _ended(self, route: str, outcome: str) -> None:
         self.metrics.requests.labels(route, outcome).inc()
 
@@ -197,7 +220,7 @@ class Door:
         status = "shutting down" if self.draining else "ok"
         if self.failure is not None:
             status = f"the engine has failed: {self.failure}"
-        return json_response({"status": status}, 200 if status == "ok" else 503)
+        return json_response({"status": status, "version": self.front.engine.version}, 200 if status == "ok" else 503)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -32,6 +32,7 @@ from inference.text import TokenizerLike
 from inference.types import Completion, FinishReason, Request, Tokens
 from models.config import ModelConfig
 from models.routes import check_rows
+from sharding.deltas import Staged, apply
 from sharding.rules import Rules
 
 PAUSE_MODES = ("retract", "keep", "abort")
@@ -117,8 +118,9 @@ class Engine:
         self._unread: _Step | None = None
         self._done: list[Completion] = []
         """finished while nobody was asking"""
-        self.params: dict[str, jax.Array] = {}
-        self._set_params(params, version)
+        self.check_params(params)
+        self.params: dict[str, jax.Array] = dict(params)
+        self.scheduler.version = version
 
     @property
     def version(self) -> int:
@@ -337,17 +339,35 @@ class Engine:
         if mode == "abort":
             self._done += [self._finish(s, FinishReason.ABORT) for s in list(self._in_flight.values())]
 
-    def load(self, params: Mapping[str, jax.Array], version: int) -> None:
+    def load(
+        self, params: Mapping[str, jax.Array] | Staged, version: int, base: int | None = None, restart: bool = False
+    ) -> None:
         """Swaps the weights. Nothing is flushed: pages of another version are never found.
 
+        Args:
+            params: the whole tree, or a delta that was staged for the loaded one, whose arrays are then donated.
+            base: the version that must be loaded now.
+            restart: the trainer went back: `version` may be any, and numbers from now on mean other weights than they did. No
+                page of theirs is found again, and running requests are prefilled again whatever the pause's mode.
+
         Raises:
-            ValueError: not paused, version not newer, or names, shapes, dtypes, shardings that are not the engine's.
+            ValueError: not paused, another version than `base` is loaded, version not newer, or names, shapes, dtypes,
+                shardings that are not the engine's.
         """
         if not self.paused:
             raise ValueError("load: pause the engine first; weights change only at a step boundary")
-        if version <= self.version:
+        base = params.base if isinstance(params, Staged) else base
+        if base is not None and base != self.version:
+            raise ValueError(f"base: {version} follows {base}, but {self.version} is loaded; load what follows that")
+        if version <= self.version and not restart:
             raise ValueError(f"version: {version} is not newer than the loaded {self.version}")
-        self._set_params(params, version)
+        if isinstance(params, Staged):
+            params = apply(self.params, params)
+        else:
+            self.check_params(params)
+        if restart:
+            self.scheduler.restart()
+        self.params, self.scheduler.version = dict(params), version
 
     def resume(self) -> None:
         """Goes on after a pause.
@@ -380,7 +400,12 @@ class Engine:
         """Empties the prefix cache, but for pages in use."""
         self.scheduler.tree.evict(self.config.num_pages, self.version)
 
-    def _set_params(self, params: Mapping[str, jax.Array], version: int) -> None:
+    def check_params(self, params: Mapping[str, jax.Array]) -> None:
+        """Refuses a tree that is not exactly the engine's.
+
+        Raises:
+            ValueError: lists every name, shape, dtype and sharding that differs.
+        """
         weights, dtype, shardings = self.runner.definition.weights, self.runner.dtype, self.runner.shardings
         errors = [f"missing {name}" for name in weights.keys() - params.keys()]
         errors += [f"unknown {name}" for name in params.keys() - weights.keys()]
@@ -392,4 +417,3 @@ class Engine:
                 errors.append(f"{name} is placed as {array.sharding}, not {shardings[name]}: reshard it")
         if errors:
             raise ValueError("params: " + "; ".join(sorted(errors)))
-        self.params, self.scheduler.version = dict(params), version

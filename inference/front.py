@@ -1,13 +1,14 @@
 """Many asyncio callers on one engine."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 
 import jax
 
 from inference.engine import Engine
 from inference.types import Completion, Request, Tokens
+from inference.updates import Acknowledgement, Update
 
 
 class StepFailed(RuntimeError):
@@ -24,6 +25,7 @@ class AsyncEngine:
         self.engine = engine
         self._boundary = asyncio.Lock()
         """held while the engine steps, and by whoever changes it between steps; fair, so nobody waits for two steps"""
+        self._updating = asyncio.Lock()
         self._callers = 0
         """who wants the boundary: the next step is kept short for them"""
         self._parts: dict[str, asyncio.Queue[Tokens | Completion | Exception]] = {}
@@ -92,6 +94,21 @@ class AsyncEngine:
         """As `Engine.load`."""
         async with self._between_steps():
             self.engine.load(params, version)
+
+    async def update(self, prepare: Callable[[], Update]) -> Acknowledgement:
+        """Stages an update in a thread while requests go on, and swaps at the next step boundary. One at a time.
+
+        Args:
+            prepare: returns an update that is staged (`Follower.prepare`).
+
+        Raises:
+            As `prepare` and `Update.swap`.
+        """
+        async with self._updating:
+            update = await asyncio.to_thread(prepare)
+            async with self._between_steps():
+                await asyncio.to_thread(update.swap)  # it reads the step in flight
+            return update.acknowledge()
 
     async def resume(self) -> None:
         """As `Engine.resume`."""

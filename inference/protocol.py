@@ -17,7 +17,7 @@ from inference.types import MAX_TOP_LOGPROBS, SamplingParams
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 """stop strings of a request, and characters of each"""
 
-Body = TypeVar("Body", "CompletionBody", "ChatBody", "GenerateBody")
+Body = TypeVar("Body", "CompletionBody", "ChatBody", "GenerateBody", "UpdateBody")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +238,24 @@ class GenerateBody(Strict):
     prompt_ids: Annotated[tuple[int, ...], BeforeValidator(_tuples)]
     sampling: Annotated[SamplingParams, BeforeValidator(_sampling)]
     priority: int = Field(default=0, ge=0)
+    routing: dict[str, Any] | None = None
+    """rows of the first prompt tokens (`models.routes.to_json`)"""
 
     def check(self) -> None:
         check_stops(self.sampling.stop)
+
+
+class UpdateBody(Strict):
+    """POST /update: the engine is brought to this version of the store."""
+
+    version: Annotated[int, Field(ge=0, lt=2**31)]
+    mode: Literal["retract", "keep", "abort"] = "retract"
+    restart: bool = False
+    """the trainer went back: numbers from now on mean other weights than they did"""
+
+    def check(self) -> None:
+        if self.restart and self.mode == "keep":
+            raise ApiError("mode: 'keep' would read keys of weights that are gone; use retract or abort", param="mode")
 
 
 def fresh_seed() -> int:

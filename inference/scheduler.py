@@ -237,6 +237,14 @@ class Scheduler:
         if self.routes is not None:
             self.routes.lost()
 
+    def restart(self) -> None:
+        """Version numbers mean other weights from now on: nothing of before is found, and nobody is known by ids alone."""
+        for sequence in list(self.running):
+            self.preempt(sequence)
+        self.tree.clear()
+        for sequence in self.waiting:
+            sequence.origin = None
+
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._slots.append(sequence.slot)

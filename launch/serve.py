@@ -4,7 +4,9 @@
     python -m launch.serve --config configs/NAME.py [--config.key=value ...]
 
 The second serves the config's model.source on its engine. `--config.server.key=value` sets a limit (inference/protocol.py,
-Limits). Prints its address on standard output once it answers. SIGTERM: no new requests, those that run are finished.
+Limits). With `--store URL`, where a trainer publishes, its newest version is served if it has one, and `POST /update
+{"version": N}` brings the engine to another. Prints its address on standard output once it answers. SIGTERM: no new
+requests, those that run are finished.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import ipaddress
 import os
 import socket
 import sys
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +24,8 @@ from types import FrameType
 import jax
 import jax.numpy as jnp
 import uvicorn
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
 from inference.answers import Served
@@ -28,10 +33,12 @@ from inference.api import Door
 from inference.chat import ChatTemplate
 from inference.config import MIN_ROWS, EngineConfig
 from inference.engine import Engine
+from inference.follower import Follower, newest
 from inference.front import AsyncEngine
 from inference.protocol import Limits
 from launch.cli import Parser, read_config, run_main, set_up_jax
 from models.attention import KEY_BLOCK
+from models.config import ModelConfig
 from models.hf import load_hf, resolve
 from models.hf_config import read_config as read_model_config
 from models.tokenizer import Tokenizer
@@ -60,16 +67,28 @@ def main() -> None:
     parser.add_argument("--name", help="what clients call the model (default: the directory's, hub id's or config's name)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--store", metavar="URL", help="of a weight store: serve its newest version, and take others by /update"
+    )
     parser.add_argument("--api-key-file", metavar="FILE", help=f"holds the key that clients must send; or set {API_KEY}")
+    parser.add_argument("--with-parent", action="store_true", help="end, at once, when standard input does: its writer is gone")
     arguments, rest = parser.parse_known_args()
+    if arguments.with_parent:
+        threading.Thread(target=end_with_parent, daemon=True).start()
     name, model, sizes, limits, seed = settings(arguments, rest)
     key = read_key(arguments.api_key_file)
     listener = bind(arguments.host, arguments.port, key)
     set_up_jax()
-    engine, tokenizer = make_engine(model, sizes, seed)
+    engine, tokenizer = make_engine(model, sizes, seed, arguments.store)
     print("compiling; later starts take the programs from the cache", file=sys.stderr)
     engine.warm_up()
-    Server(make_door(engine, tokenizer, arguments.name or name, limits, key)).run([listener])
+    Server(make_door(engine, tokenizer, arguments.name or name, limits, key, arguments.store)).run([listener])
+
+
+def end_with_parent() -> None:
+    while os.read(0, 2**12):
+        pass
+    os._exit(1)
 
 
 def settings(arguments: argparse.Namespace, overrides: list[str]) -> tuple[str, ModelSection, EngineSection, Limits, int]:
@@ -137,23 +156,21 @@ def bind(host: str, port: int, key: str | None) -> socket.socket:
     return listener
 
 
-def make_engine(section: ModelSection, sizes: EngineSection, seed: int) -> tuple[Engine, Tokenizer]:
-    """An engine with the model's own weights, or random ones, and its tokenizer."""
+def make_engine(section: ModelSection, sizes: EngineSection, seed: int, store: str | None = None) -> tuple[Engine, Tokenizer]:
+    """An engine and its tokenizer. Its weights are the newest of the store, or else, as version 0, the model's own or random
+    ones: the same bits that a trainer of this config publishes first."""
     model, source, tokenizer = make_model(section)
     mesh, rules = make_mesh(sizes.mesh, jax.devices()[sizes.first_device :]), Rules(dict(sizes.rules))
-    dtype = jnp.dtype(section.dtype)
-    stacked, unrolled = describe(model), describe(model, stacked=False)
-    shardings = rules.shardings(mesh, stacked)
-    if source is None:
-        params = init(stacked, jax.random.key(seed), jnp.float32, shardings)
+    dtype, unrolled = jnp.dtype(section.dtype), describe(model, stacked=False)
+    if store is not None and (found := newest(store, reader_name(), rules.shardings(mesh, unrolled))) is not None:
+        version, params = found
     else:
-        loaded = load_hf(source, model, dtype)
-        params = {name: jax.device_put(loaded.pop(name), shardings[name]) for name in stacked}
+        version, params = 0, own_weights(model, source, seed, dtype, mesh, rules)
     engine = Engine(
         model,
         pick(EngineConfig, sizes),
-        reshard(params, stacked, unrolled, rules.shardings(mesh, unrolled), dtype),
-        version=0,
+        params,
+        version=version,
         dtype=dtype,
         mesh=mesh,
         rules=rules,
@@ -162,7 +179,28 @@ def make_engine(section: ModelSection, sizes: EngineSection, seed: int) -> tuple
     return engine, tokenizer
 
 
-def make_door(engine: Engine, tokenizer: Tokenizer, name: str, limits: Limits, key: str | None) -> Door:
+def own_weights(
+    model: ModelConfig, source: Path | None, seed: int, dtype: DTypeLike, mesh: Mesh, rules: Rules
+) -> dict[str, jax.Array]:
+    """The model's own weights, or random ones, as the engine wants them."""
+    stacked, unrolled = describe(model), describe(model, stacked=False)
+    shardings = rules.shardings(mesh, stacked)
+    if source is None:
+        params = init(stacked, jax.random.key(seed), jnp.float32, shardings)
+    else:
+        loaded = load_hf(source, model, dtype)
+        params = {name: jax.device_put(loaded.pop(name), shardings[name]) for name in stacked}
+    return reshard(params, stacked, unrolled, rules.shardings(mesh, unrolled), dtype)
+
+
+def reader_name() -> str:
+    """What the store's pins call this process."""
+    return f"serve-{socket.gethostname()}-{os.getpid()}"
+
+
+def make_door(
+    engine: Engine, tokenizer: Tokenizer, name: str, limits: Limits, key: str | None, store: str | None = None
+) -> Door:
     served = Served(
         name=name,
         tokenizer=tokenizer,
@@ -171,7 +209,8 @@ def make_door(engine: Engine, tokenizer: Tokenizer, name: str, limits: Limits, k
         limits=limits,
         chat=None if tokenizer.chat_template is None else ChatTemplate(tokenizer),
     )
-    return Door(AsyncEngine(engine), served, api_key=key)
+    follower = None if store is None else Follower(engine, store, reader_name())
+    return Door(AsyncEngine(engine), served, api_key=key, follower=follower)
 
 
 class Server(uvicorn.Server):

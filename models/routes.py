@@ -7,6 +7,7 @@ used. Row i of a sequence is that of token i, made when the logits for token i +
 has n - 1 of them. A row full of the dtype's largest value says "not recorded": the token routes itself.
 """
 
+import base64
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -99,6 +100,21 @@ def to_record(rows: np.ndarray) -> dict[str, Any]:
         "crc32": zlib.crc32(data),
         "data": data,
     }
+
+
+def to_json(rows: np.ndarray) -> dict[str, Any]:
+    """As `to_record`, with the bytes in base64."""
+    record = to_record(rows)
+    return record | {"data": base64.b64encode(record["data"]).decode()}
+
+
+def from_json(record: Mapping[str, Any], what: str) -> np.ndarray:
+    """What `to_json` gave; ValueError as for `from_record`."""
+    try:
+        data = base64.b64decode(record["data"], validate=True)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{what}: its data is no base64 ({type(error).__name__}: {error}); it is corrupted") from error
+    return from_record({**record, "data": data}, what)
 
 
 def from_record(record: Mapping[str, Any], what: str) -> np.ndarray:

@@ -35,7 +35,6 @@ MINIMA = {
     "trainer.tokens_per_row": 1,
     "orchestrator.lag": 0,
     "orchestrator.engines": 0,
-    "orchestrator.anchor_every": 1,
     "orchestrator.workers": 0,
     "orchestrator.environment_s": 0,
     "orchestrator.episode_s": 0,
@@ -66,7 +65,7 @@ class ModelSection:
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSection:
     kind: str
-    """`reasoning_gym` or `arithmetic`; `none` where a run learns from a file and is not evaluated"""
+    """`reasoning_gym`, `arithmetic` or MODULE:CLASS of one's own; `none` where a run learns from a file and is not evaluated"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """the environment's own"""
     renderer: str = "chatml"
@@ -208,12 +207,6 @@ class OrchestratorSection:
     engines: int = 0
     """copies of the engine, each with a mesh of its own, one after the other from engine.first_device on; 0: one, and with a
     lag as many as three quarters of the devices hold"""
-    processes: bool = False
-    """each engine is a server in a process of its own; weights reach it through the store"""
-    store: str = ""
-    """URL of the weight store, for engines in processes; empty: the folder `weights` of the run"""
-    anchor_every: int = 25
-    """versions from one full copy in the store to the next"""
     workers: int = 0
     """processes that run environments; 0: they run in this one"""
     environment_s: float = 0.0

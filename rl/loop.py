@@ -101,7 +101,7 @@ def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, 
     run = make_run(config) if data is None else make_data_run(config, data)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_every)
     # the lock makes the folder, only now: a config that does not fit leaves none behind
-    with lock(directory), closing(checkpoints):  # whatever happens, what is being written is written to its end
+    with closing(run), lock(directory), closing(checkpoints):  # whatever happens, what is being written is written to its end
         renderer = run.renderer
         about = run_record(config_json, run.source, renderer.name, renderer.version, config.seed, config.fork)
         about["data_sha256"] = data.sha256 if data else None

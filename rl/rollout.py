@@ -40,6 +40,8 @@ class Steps(Protocol):
 
     def submit(self, task: Task, messages: Sequence[Message]) -> Future[Step]: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass
 class Rollout:

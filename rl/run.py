@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.types import SamplingParams
+from inference.updates import Update, staged
 from models.attention import KEY_BLOCK
 from models.config import ModelConfig
 from models.hf import load_hf, resolve, save_hf
@@ -25,20 +26,19 @@ from models.transformer import describe
 from rl.build import build, pick
 from rl.config import EngineSection, EnvironmentSection, ModelSection, Placement, RunConfig
 from rl.engines import Engines
-from rl.environments import EVAL_KEYS, TRAIN_KEYS, Arithmetic, Environment, ReasoningGym, Task, constant_answer
+from rl.environments import EVAL_KEYS, TRAIN_KEYS, Environment, Task, constant_answer
 from rl.forest import Layout
+from rl.kinds import make
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.renderers import RENDERERS, Renderer
 from rl.rollout import Batch, Episodes, Rollout, Steps
 from rl.routes import RouterConfig
 from rl.trainer import Trainer
-from rl.workers import Inline
+from rl.workers import Inline, Workers
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Rules, Weight
-
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"reasoning_gym": ReasoningGym, "arithmetic": Arithmetic}
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Run:
             self.critic.warm_up()
         if self.config.warmup.steps:
             self.trainer.warm_up("sft")
-        jax.block_until_ready(self.stage())
+        jax.block_until_ready([published_params(self.trainer, *_wanted(engine)) for engine in self.engines])
         self.compile_s += time.perf_counter() - started
 
     def constant_answer(self, keys: Sequence[int]) -> tuple[str, float] | None:
@@ -80,21 +80,27 @@ class Run:
             self._constant = list(keys), constant_answer(self.environment, keys)
         return self._constant[1]
 
-    def stage(self) -> tuple[list[dict[str, jax.Array]], int]:
-        """The trainer's masters, rounded to the published dtype, on each engine's devices, and their version: the number of
+    def stage(self) -> list[Update]:
+        """The trainer's masters, rounded to the published dtype, on each engine's devices. Their version is the number of
         optimizer steps that made them. The engines go on meanwhile."""
-        return [published_params(self.trainer, *_wanted(engine)) for engine in self.engines], self.trainer.step
+        return [self._staged(engine) for engine in self.engines]
 
-    def swap(self, staged: tuple[list[dict[str, jax.Array]], int]) -> None:
-        """What was staged becomes the engines' weights, each at a step boundary of its own."""
-        params, version = staged
-        for engine, own in zip(self.engines, params, strict=True):
-            engine.pause(self.config.orchestrator.mode)
-            engine.load(own, version)
-            engine.resume()
+    def _staged(self, engine: Engine) -> Update:
+        params = published_params(self.trainer, *_wanted(engine))
+        return staged(engine, params, self.trainer.step, mode=self.config.orchestrator.mode)
+
+    def swap(self, updates: Sequence[Update]) -> float:
+        """What was staged becomes the engines' weights, each at a step boundary of its own. Returns the seconds they paused."""
+        for update in updates:
+            update.swap()
+        return sum(update.acknowledge().pause_ms for update in updates) / 1e3
 
     def publish(self) -> None:
         self.swap(self.stage())
+
+    def close(self) -> None:
+        """Ends the processes that run environments, if any do."""
+        self.steps.close()
 
     def forget(self) -> None:
         """Empties the engines' prefix caches."""
@@ -174,13 +180,15 @@ def make_model(section: ModelSection) -> tuple[ModelConfig, Path | None, Tokeniz
 
 def make_environment(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> tuple[Environment, Renderer]:
     section = config.environment
-    if section.kind not in ENVIRONMENTS:
-        raise ValueError(f"environment.kind: {section.kind!r} is unknown; use one of {sorted(ENVIRONMENTS)}")
-    renderer = make_renderer(section, tokenizer)
-    try:
-        return ENVIRONMENTS[section.kind](**section.options), renderer
-    except TypeError as error:
-        raise ValueError(f"environment.options or renderer_options: {error}") from error
+    return make(section.kind, section.options), make_renderer(section, tokenizer)
+
+
+def make_steps(config: RunConfig, environment: Environment) -> Inline | Workers:
+    """Who runs the environment's steps."""
+    section = config.orchestrator
+    if not section.workers:
+        return Inline(environment)
+    return Workers(config.environment.kind, config.environment.options, section.workers, section.environment_s)
 
 
 def make_renderer(section: EnvironmentSection, tokenizer: Tokenizer | ByteTokenizer) -> Renderer:
@@ -342,4 +350,5 @@ def make_run(config: RunConfig) -> Run:
     trainer = make_trainer(config, model, source)
     critic = make_trainer(config, model, source, critic=True) if config.advantages.kind == "gae" else None
     engines = make_engines(config, model, trainer)
-    return Run(config, model, source, tokenizer, environment, renderer, trainer, engines, Inline(environment), critic)
+    steps = make_steps(config, environment)
+    return Run(config, model, source, tokenizer, environment, renderer, trainer, engines, steps, critic)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from inference.updates import Update
 from rl.buffer import Group
 from rl.environments import TRAIN_KEYS
 from rl.files import Records
@@ -62,8 +63,8 @@ class BatchLearner:
     def __init__(self, run: Run, on_batch: Callable[[int, Sequence[Rollout]], None], *, beside: bool):
         self.run, self._on_batch = run, on_batch
         self._pool = ThreadPoolExecutor(1, "trainer") if beside else None
-        self._job: Future[tuple[dict[str, Any], Any]] | None = None
-        self._staged: Any = None
+        self._job: Future[tuple[dict[str, Any], list[Update]]] | None = None
+        self._staged: Sequence[Update] = ()
 
     def start(self, step: int, groups: Sequence[Group]) -> None:
         assert self._job is None, "one step at a time"
@@ -75,7 +76,7 @@ class BatchLearner:
             self._job = Future()
             self._job.set_result(self._learn(rollouts))
 
-    def _learn(self, rollouts: Sequence[Rollout]) -> tuple[dict[str, Any], Any]:
+    def _learn(self, rollouts: Sequence[Rollout]) -> tuple[dict[str, Any], list[Update]]:
         run = self.run
         metrics = learn(run.trainer, run.critic, run.config, rollouts)
         return {"phase": "rl", **rollout_metrics(rollouts), **metrics}, run.stage()
@@ -88,9 +89,9 @@ class BatchLearner:
         self._job = None
         return metrics
 
-    def publish(self) -> None:
-        self.run.swap(self._staged)
-        self._staged = None
+    def publish(self) -> float:
+        paused, self._staged = self.run.swap(self._staged), []
+        return paused
 
     def close(self) -> None:
         """Waits for the step that runs, if any."""

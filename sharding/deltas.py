@@ -105,6 +105,7 @@ def stage(params: Params, version: int, delta: Delta) -> Staged:
         if entry.kind == "sparse":
             position, after, rise = _decode(array, data)
             writes[name] = position, after
+            programs(array.shape, _named(array)).write.lower(array, position, after).compile()  # so that `apply` does not
             result = _hex(_unhex(result) + _total(array, rise))
         elif entry.kind == "dense":
             whole = np.frombuffer(data, jnp.dtype(entry.dtype)).reshape(entry.shape)

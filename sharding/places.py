@@ -180,7 +180,7 @@ class Programs:
     """old, words, starts, places (N: none) and differences `[Z, K]`, shard starts -> positions, new bits, rise of the sums"""
     sums: Callable[..., jax.Array]
     """leaf, shard starts `[Z, dims]` uint32 -> uint32 `[Z, 2]`"""
-    write: Callable[..., jax.Array]
+    write: Any
     """old (donated), positions, new bits -> new"""
 
 

@@ -178,6 +178,26 @@ class WeightStore:
     def unpin(self, reader: str) -> None:
         self._change(lambda head: replace(head, pins={name: at for name, at in head.pins.items() if name != reader}))
 
+    def rewind(self, version: int) -> list[int]:
+        """Makes an older version the head: a trainer went back to it, and publishes what follows it again, with other bits.
+        Newer versions are gone, and so are their readers' pins.
+
+        Returns: the versions that are gone.
+
+        Raises:
+            ValueError: the store does not hold it.
+        """
+        gone: list[int] = []
+
+        def rewound(head: Head) -> Head:
+            head.way(version, None)
+            gone[:] = sorted(number for number in head.versions if number > version)
+            versions = {number: entry for number, entry in head.versions.items() if number <= version}
+            return Head(versions, {reader: at for reader, at in head.pins.items() if at <= version})
+
+        self._change(rewound)
+        return gone
+
     def collect(self) -> list[int]:
         """Forgets what nobody needs: all but the newest `keep` versions, pinned ones, and what those are made of.
 

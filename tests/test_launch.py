@@ -107,7 +107,7 @@ MISTAKES = {
     "no model": (["model.source=/nowhere"], r"model: '/nowhere' is neither a local directory nor a hub id"),
     "environment": (["environment.kind=chess"], r"environment.kind: 'chess' is unknown; use one of \['arithmetic'"),
     "renderer": (["environment.renderer=xml"], r"environment.renderer: 'xml' is unknown; use one of \['chatml'"),
-    "options": (["environment.options={'maximum': 3}"], r"environment.options or renderer_options: .*'maximum'"),
+    "options": (["environment.options={'maximum': 3}"], r"environment.options: .*'maximum'"),
     "dataset": (
         ["environment.kind=reasoning_gym", "environment.options={'dataset': 'chain_sums'}"],
         r"dataset: reasoning_gym has no 'chain_sums'; close names: chain_sum",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,10 @@ import pytest
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from models.tokenizer import ByteTokenizer
-from rl.columns import read
 from rl.credit import AdvantageConfig, samples_of
 from rl.environments import Message, Reward, Step, Task, finish, make_task
 from rl.files import Records
+from rl.journal import Journal
 from rl.learn import learn
 from rl.renderers import ChatML
 from rl.rollout import Episodes, Rollout
@@ -317,14 +318,17 @@ def kill_when(process: subprocess.Popen[str], condition: Callable[[], bool]) -> 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Whole lines, without wall times and the count of compiles."""
     read = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/") and k != "compiles"} for line in read]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "wait/")) and k != "compiles"} for line in read]
 
 
 def rollouts_of(directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """By file, the rows of all nodes, without wall times."""
+    """By evaluation, and by step and task, the rows of all nodes that were trained on or scored, without wall times."""
     timed = ["generate_s", "environment_s"]
-    paths = sorted((directory / "rollouts").iterdir())
-    return {path.name: pq.read_table(path).drop_columns(timed).to_pylist() for path in paths}
+    files = {path.name: path for path in (directory / "rollouts").glob("eval_*")}
+    with closing(Journal(directory / "journal.sqlite", read_only=True)) as journal:
+        for step in range(1, STEPS + 1):
+            files |= {f"{step}/{row.number}": directory / str(row.file) for row in journal.trained(step)}
+    return {name: pq.read_table(path).drop_columns(timed).to_pylist() for name, path in files.items()}
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +347,16 @@ def test_tiny_learns(unbroken: tuple[Path, dict[str, Any]]) -> None:
     assert result["eval_after"] > result["eval_before"] + 0.2
     assert result["reward_last"] > result["reward_first"] + 0.2
     assert result["forest_compression"] > 1.5 and 0 < result["prefix_hit_rate"] < 1
-    names = {"config.json", "run.json", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "rollouts", "tensorboard"}
+    names = {
+        "config.json",
+        "run.json",
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "checkpoints",
+        "rollouts",
+        "tensorboard",
+        "journal.sqlite",
+    }
     assert {path.name for path in directory.iterdir()} == names | {".lock"}
     assert json.loads((directory / "config.json").read_text())["steps"] == STEPS
     metrics, evaluations = lines_of(directory / "metrics.jsonl"), lines_of(directory / "evaluations.jsonl")
@@ -354,8 +367,7 @@ def test_tiny_learns(unbroken: tuple[Path, dict[str, Any]]) -> None:
     for name, records in rollouts_of(directory).items():
         count = 16 * 5 if name.startswith("eval") else 8
         assert sum(record["node"] == 0 for record in records) == count
-        assert len(read(directory / "rollouts" / name)) == count
-    keys = {record["key"] for number in range(4 * STEPS) for record in rollouts_of(directory)[f"train_{number:08d}.parquet"]}
+    keys = {record["key"] for name, records in rollouts_of(directory).items() if "/" in name for record in records}
     assert keys == set(range(4 * STEPS))  # no task twice
 
 

@@ -5,10 +5,8 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,8 @@ from rl.config import RunConfig, build
 from rl.journal import Journal
 from rl.loop import train
 from rl.programs import TrainState
-from rl.rollout import Rollout
 from sharding.mesh import make_mesh
+from tests.runs import REPO, SMALL, Lines, ended, lines_of, start
 
 # ---- one checkpoint
 
@@ -198,27 +196,6 @@ def test_a_write_that_fails_is_told(tmp_path: Path) -> None:
 
 # ---- whole runs, in this process
 
-REPO = Path(__file__).parents[1]
-SMALL = (
-    "model.shape.num_layers=1", "rollout.prompts=2", "rollout.samples=4", "evaluation.tasks=2", "evaluation.samples=2",
-    "engine.max_slots=8", "engine.slot_buckets=(8,)", "engine.tokens_per_step=64", "engine.token_buckets=(64,)",
-    "engine.num_pages=64", "trainer.tokens_per_row=256", "trainer.rows=2", "transcripts_every=0",
-)  # fmt: skip
-
-
-class Lines:
-    """A reporter that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-
-    def phase(self, text: str) -> None:
-        self.phases.append(text)
-
-    def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def transcript(self, step: int, rollout: Rollout, text: str) -> None: ...
-
 
 def run(run_dir: Path, *overrides: str) -> list[str]:
     """Trains configs/tiny.py; what the reporter was told."""
@@ -227,12 +204,6 @@ def run(run_dir: Path, *overrides: str) -> list[str]:
     reporter = Lines()
     train(build(RunConfig, values), json.dumps(values), reporter)
     return reporter.phases
-
-
-def lines_of(directory: Path, name: str = "metrics") -> list[dict[str, Any]]:
-    """Whole lines, without wall times and the count of compiles."""
-    read = [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/") and k != "compiles"} for line in read]
 
 
 def weights_of(directory: Path) -> dict[str, Any]:
@@ -330,18 +301,6 @@ def test_resumed_on_another_mesh(parent: Path, tmp_path: Path, report: Callable[
 KILLS = int(os.environ.get("TWINAX_KILLS", "4"))
 
 
-def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
-    given = [f"--config.{text}" for text in (f"run_dir={run_dir}", *SMALL, *overrides)]
-    command = [sys.executable, "-m", "launch.train", "--config", "configs/tiny.py", *given]
-    return subprocess.Popen(command, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def ended(process: subprocess.Popen[str]) -> str:
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return err
-
-
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path, report: Callable[[str], None]) -> None:
     """TWINAX_KILLS times (4 by default): while it starts, in a step, and while a checkpoint is written."""
@@ -374,7 +333,7 @@ def test_killed_at_random_moments(tmp_path: Path, report: Callable[[str], None])
             if newest_write() > cut_before if kind == "write" else len(list(directory.glob("rollouts/*"))) > steps_before:
                 break
             time.sleep(0.001)
-        time.sleep({"write": 0.2, "step": 0.5, "start": 5}[kind] * draw.uniform())
+        time.sleep({"write": 0.1, "step": 0.5, "start": 5}[kind] * draw.uniform())
         assert process.poll() is None, f"kill {number} came too late: {process.communicate()[1]}"
         process.send_signal(signal.SIGKILL)
         resumed += [int(line.split()[-1]) for line in process.communicate()[1].splitlines() if "resuming from step" in line]

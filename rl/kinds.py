@@ -1,0 +1,31 @@
+"""Environments by what the config calls them. Imports no jax, as a worker's start waits for it."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl.environments import Arithmetic, Environment, ReasoningGym
+
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"reasoning_gym": ReasoningGym, "arithmetic": Arithmetic}
+
+
+def make(kind: str, options: Mapping[str, Any]) -> Environment:
+    """The environment of a config's `kind`: a name in ENVIRONMENTS, or MODULE:CLASS of one's own.
+
+    Raises:
+        ValueError: there is no such kind, or it refuses the options.
+    """
+    module, colon, name = kind.partition(":")
+    if colon:
+        try:
+            made: Callable[..., Environment] = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"environment.kind: {kind!r} cannot be imported ({error}); it is MODULE:CLASS") from error
+    elif kind in ENVIRONMENTS:
+        made = ENVIRONMENTS[kind]
+    else:
+        raise ValueError(f"environment.kind: {kind!r} is unknown; use one of {sorted(ENVIRONMENTS)}, or MODULE:CLASS")
+    try:
+        return made(**options)
+    except TypeError as error:
+        raise ValueError(f"environment.options: {error}") from error
