@@ -100,6 +100,10 @@ class Past:
         self.trainers: dict[str, Trainer] = {"policy": make_trainer(self.config, self.model, self.source)}
         if config.advantages.kind == "gae":
             self.trainers["critic"] = make_trainer(self.config, self.model, self.source, critic=True)
+        for trainer in self.trainers.values():
+            trainer.warm_up()
+        if config.warmup.steps:
+            self.trainers["policy"].warm_up("sft")
 
     def go_to(self, step: int, report: Callable[[str], None]) -> int:
         """Puts the trainers where they were before a step; returns the step of the weights it began with."""
