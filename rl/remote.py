@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 
 from inference.types import Completion, FinishReason, Request
-from models.routes import from_record, to_record
+from models.routes import from_json, to_json
 
 MOST_WAITS = 5
 """for a server that is shutting down, before it counts as gone"""
@@ -148,9 +148,11 @@ class RemoteEngine:
         try:
             response = self._start(self._http.request(method, path, json=body)).result(self._seconds + 10)
         except httpx.TransportError as error:
-            raise EngineDied(f"{self.url}: {type(error).__name__}: {error}") from error
+            self._why = f"{self.url}: {type(error).__name__}: {error}"
+            raise EngineDied(self._why) from error
         if response.status_code >= 500:
-            raise EngineDied(f"{self.url}{path}: {response.status_code}: {response.text}")
+            self._why = f"{self.url}{path}: {response.status_code}: {response.text}"
+            raise EngineDied(self._why)
         if response.status_code >= 400:
             raise ValueError(_message(response))
         return response.json()
@@ -158,7 +160,7 @@ class RemoteEngine:
     async def _generate(self, request: Request) -> None:
         body = {"prompt_ids": request.prompt_ids, "sampling": asdict(request.params), "priority": request.priority}
         if request.routing is not None:
-            body["routing"] = to_record(request.routing)
+            body["routing"] = to_json(request.routing)
         waits, drains = 0, 0
         try:
             while True:
@@ -215,7 +217,7 @@ def _completion(request: Request, answer: dict[str, Any]) -> Completion:
         cached_tokens=answer["cached_tokens"],
         prefilled_tokens=answer["prefilled_tokens"],
         prompt_logprobs=None,
-        routing=None if rows is None else from_record(rows, "routing"),
+        routing=None if rows is None else from_json(rows, "routing"),
         routing_start=answer.get("routing_start", 0),
     )
 
