@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -178,6 +179,7 @@ class ServedEngine:
         self.process.close()
 
     def _restart(self) -> None:
+        print(f"engine: {self._remote.why}; starting it again", file=sys.stderr)
         self._waiting |= {request.id: request for request in self._remote.give_up()}
         self._coming = self._starter.submit(self._again)
 

@@ -39,7 +39,7 @@ class RemoteEngine:
 
     def __init__(self, url: str, *, key: str | None = None, seconds: float = 600.0):
         self.url = url
-        self._done: queue.Queue[Completion | ValueError | None] = queue.Queue()
+        self._done: queue.Queue[Completion | tuple[str, ValueError] | None] = queue.Queue()
         """None: something was lost"""
         self._held: ValueError | None = None
         self._tasks: dict[str, tuple[Request, Future[None]]] = {}
@@ -91,11 +91,14 @@ class RemoteEngine:
             except queue.Empty:
                 return done
             wait = False
-            if isinstance(item, ValueError):
-                if not done:
-                    raise item
-                self._held = item  # after what came before it
-                return done
+            if isinstance(item, tuple):
+                name, error = item
+                if self._tasks.pop(name, None):
+                    if not done:
+                        raise error
+                    self._held = error  # after what came before it
+                    return done
+                continue
             if item is not None and self._tasks.pop(item.request_id, None):
                 done.append(item)
 
@@ -148,9 +151,11 @@ class RemoteEngine:
         try:
             response = self._start(self._http.request(method, path, json=body)).result(self._seconds + 10)
         except httpx.TransportError as error:
-            raise EngineDied(f"{self.url}: {type(error).__name__}: {error}") from error
+            self._why = f"{self.url}: {type(error).__name__}: {error}"
+            raise EngineDied(self._why) from error
         if response.status_code >= 500:
-            raise EngineDied(f"{self.url}{path}: {response.status_code}: {response.text}")
+            self._why = f"{self.url}{path}: {response.status_code}: {response.text}"
+            raise EngineDied(self._why)
         if response.status_code >= 400:
             raise ValueError(_message(response))
         return response.json()
@@ -172,7 +177,7 @@ class RemoteEngine:
             if response.status_code == 200:
                 self._done.put(_completion(request, response.json()))
             elif response.status_code < 500:
-                self._done.put(ValueError(f"request {request.id}: {_message(response)}"))
+                self._done.put((request.id, ValueError(f"request {request.id}: {_message(response)}")))
             else:
                 self._lose(request, f"{response.status_code}: {response.text}")
         except httpx.TransportError as error:

@@ -32,6 +32,8 @@ SMALL = [
 COMMAND = [sys.executable, "-m", "launch.serve", "--config", CONFIG, *SMALL, "--port", "0", "--with-parent"]
 DEADLINE = 120.0
 
+pytestmark = pytest.mark.slow  # a server starts three times
+
 
 def until(condition: Any) -> None:
     end = time.monotonic() + DEADLINE
