@@ -1,4 +1,4 @@
-"""Steps of a recorded run taken again: the same bits from any checkpoint on, another loss on the same batch, no file touched."""
+"""Steps of a recorded run taken again: the same bits, another loss on the same batch, no file touched."""
 
 import json
 import shutil
