@@ -1,4 +1,4 @@
-"""Steps of a recorded run taken again: the same bits from any checkpoint on, another loss on the same batch, no file touched."""
+"""Steps of a recorded run taken again: the same bits, another loss on the same batch, no file touched."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ def test_another_loss_on_the_same_batch(run: Path) -> None:
 def test_what_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^config.environment.options.max_value, config.seed: cannot differ in a replay"):
         again(run, 5, "seed=1", "environment.options.max_value=8")
-    with pytest.raises(ValueError, match=r"^step: 6 is not on record; the last of .* is 5"):
+    with pytest.raises(ValueError, match=r"^step: 6 is not on record; .* has steps 1 to 5"):
         again(run, 6)
     with pytest.raises(ValueError, match="holds no run; give the folder that has its config.json"):
         again(tmp_path, 5)
