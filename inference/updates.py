@@ -122,7 +122,7 @@ class Update:
                     )
                 jax.block_until_ready((weights.dense, weights.writes))
             else:
-                self.engine.check_params(weights)
+                self.engine.runner.check_params(weights)
                 jax.block_until_ready(weights)
             self._weights = weights
             self._fetch_ms = 1e3 * (time.perf_counter() - self._begun)
