@@ -102,21 +102,6 @@ def to_record(rows: np.ndarray) -> dict[str, Any]:
     }
 
 
-def to_json(rows: np.ndarray) -> dict[str, Any]:
-    """As `to_record`, with the bytes in base64."""
-    record = to_record(rows)
-    return record | {"data": base64.b64encode(record["data"]).decode()}
-
-
-def from_json(record: Mapping[str, Any], what: str) -> np.ndarray:
-    """What `to_json` gave; ValueError as for `from_record`."""
-    try:
-        data = base64.b64decode(record["data"], validate=True)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{what}: its data is no base64 ({type(error).__name__}: {error}); it is corrupted") from error
-    return from_record({**record, "data": data}, what)
-
-
 def from_record(record: Mapping[str, Any], what: str) -> np.ndarray:
     """What `to_record` was given.
 

@@ -27,9 +27,6 @@ from rl.trainer import Trainer
 CHANGEABLE = ("trainer", "advantages")
 """sections that may differ from the run's: what comes between a batch and its step"""
 
-OF_GROUPS = ("lag_mean", "lag_max")
-"""that the loop counts in groups, under the names of what the trainer counts in tokens"""
-
 
 def values_of(directory: Path) -> dict[str, Any]:
     """The config of a run, as its folder has it.
@@ -78,7 +75,7 @@ def replay(directory: Path, step: int, config: RunConfig, report: Callable[[str]
         report(f"step {step}" + (f" with another config.{', config.'.join(changed)}" if changed else ""))
         metrics = json.loads(json.dumps(past.take(step)))
     line = lines[step]
-    compared = {key: line.get(key) for key in metrics if not key.startswith("time/") and key not in OF_GROUPS}
+    compared = {key: line.get(key) for key in metrics if not key.startswith("time/")}
     differs = sorted(key for key, value in compared.items() if metrics[key] != value)
     return {
         "run": own.name,

@@ -163,8 +163,10 @@ def children(parent: int, what: str) -> list[int]:
 
 @pytest.mark.slow
 def test_anything_may_be_killed(tmp_path: Path, report: Callable[[str], None]) -> None:
-    """TWINAX_KILLS times an engine, an environment's worker or the whole program is gone at a random moment. With lag 0
-    the run then trains on the planned tasks and ends with the weights of a run in one process that nobody disturbed, bit for bit."""
+    """TWINAX_KILLS times an engine, an environment's worker or the whole program is gone at a random moment.
+
+    With lag 0 the run then trains on the planned tasks and ends with the weights of a run in one process that nobody disturbed,
+    bit for bit."""
     options = (f"steps={12 * KILLS + 10}", "checkpoint.every=2", "evaluation.every=9", "rollout.max_tokens=8")
     served = (*options, "orchestrator.processes=true", "orchestrator.engines=2", "orchestrator.workers=2")
     steps = 12 * KILLS + 10

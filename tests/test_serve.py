@@ -37,7 +37,7 @@ from inference.protocol import Limits
 from inference.text import Detokenizer
 from inference.types import Completion, FinishReason, Request, Tokens
 from launch.serve import Server, bind, make_door, make_engine, settings
-from models.routes import from_record
+from models.routes import from_json
 from models.tokenizer import CHATML, ByteTokenizer
 from sharding.deltas import checksums
 from sharding.store import WeightStore
@@ -762,12 +762,12 @@ def test_updates_from_a_store(engine: Engine, tmp_path: Path) -> None:
     store.publish(weights[0], 0)
     store.publish(weights[1], 1, 0, weights[0])
     with serving(own_engine(engine), store=url, key="k") as live, ThreadPoolExecutor(8) as threads:
-        assert live.door.follower is not None
+        follower: Any = live.door.follower
         live.engine.config = replace(live.engine.config, decode_steps=1)
         live.http.headers["authorization"] = "Bearer k"
         assert live.http.get("/health").json() == {"status": "ok", "version": 0}
         running: list[Any] = []
-        prepare = live.door.follower.prepare
+        prepare = follower.prepare
 
         def staged(*arguments: Any) -> Any:
             """The requests begin when all is staged, and run when it comes to the swap."""
@@ -777,9 +777,9 @@ def test_updates_from_a_store(engine: Engine, tmp_path: Path) -> None:
             until(lambda: live.engine.num_in_flight == 8 and live.engine.stats.sampled_tokens > 16)
             return update
 
-        live.door.follower.prepare = staged
+        follower.prepare = staged
         answer = live.post("/update", {"version": 1, "mode": "retract"}).json()
-        live.door.follower.prepare = prepare
+        follower.prepare = prepare
         assert (answer["version"], answer["base"], answer["retracted"]) == (1, 0, 8)
         assert answer["fetch_ms"] > 0 and answer["pause_ms"] > 0 and len(answer) == 5
         for future in running:
@@ -828,11 +828,11 @@ def test_generate_takes_and_gives_routing() -> None:
     engine.warm_up()
     with serving(engine) as live:
         first = generate(live, "hello", seed=1, max_tokens=4)
-        rows = from_record(first["routing"], "routing")
+        rows = from_json(first["routing"], "routing")
         assert first["routing_start"] == 0 and len(rows) == 8
         turn = {"prompt_ids": [*b"hello", *first["ids"]], "sampling": {"max_tokens": 3}, "routing": first["routing"]}
         second = live.post("/generate", turn).json()
-        assert second["routing_start"] == 8 and len(from_record(second["routing"], "routing")) == 3
+        assert second["routing_start"] == 8 and len(from_json(second["routing"], "routing")) == 3
         broken = {**turn, "routing": {**first["routing"], "crc32": 1}}
         assert "routing: its bytes do not have the checksum" in live.post("/generate", broken).json()["error"]["message"]
         many = {**turn, "prompt_ids": [1, 2]}
