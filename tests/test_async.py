@@ -167,9 +167,9 @@ def test_anything_may_be_killed(tmp_path: Path, report: Callable[[str], None]) -
 
     With lag 0 the run then trains on the planned tasks and ends with the weights of a run in one process that nobody disturbed,
     bit for bit."""
-    options = (f"steps={12 * KILLS + 10}", "checkpoint.every=2", "evaluation.every=9", "rollout.max_tokens=8")
+    options = (f"steps={5 * KILLS + 10}", "checkpoint.every=2", "evaluation.every=9", "rollout.max_tokens=8")
     served = (*options, "orchestrator.processes=true", "orchestrator.engines=2", "orchestrator.workers=2")
-    steps = 12 * KILLS + 10
+    steps = 5 * KILLS + 10
     ended(start(tmp_path / "unbroken", *options))
     directory, expected = tmp_path / "killed/tiny", tmp_path / "unbroken/tiny"
     draw = np.random.default_rng(6)
