@@ -18,7 +18,7 @@ from inference.errors import ApiError
 from inference.protocol import Common, GenerateBody, Limits, fresh_seed
 from inference.text import Detokenizer, StopStrings, token_text
 from inference.types import Completion, FinishReason, PromptLogprobs, Request, SamplingParams, Tokens
-from models.routes import from_record, to_record
+from models.routes import from_json, to_json
 from models.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -71,7 +71,7 @@ class GenerateAnswer(Answer):
     def __init__(self, body: GenerateBody, served: Served) -> None:
         check_length(len(body.prompt_ids), body.sampling.max_tokens, served, "prompt_ids")
         name = new_id("gen")
-        rows = None if body.routing is None else from_record(body.routing, "routing")
+        rows = None if body.routing is None else from_json(body.routing, "routing")
         asked = Request(id=name, prompt_ids=body.prompt_ids, params=body.sampling, priority=body.priority, routing=rows)
         super().__init__([asked])
 
@@ -84,7 +84,7 @@ class GenerateAnswer(Answer):
         if done.prompt_logprobs is not None:
             prompt = done.prompt_logprobs
             answer["prompt_logprobs"] = {item.name: numbers(getattr(prompt, item.name)) for item in fields(prompt)}
-        answer["routing"] = None if done.routing is None else to_record(done.routing)
+        answer["routing"] = None if done.routing is None else to_json(done.routing)
         plain = ("routing_start", "finish_reason", "stop_reason", "cached_tokens", "prefilled_tokens")
         return answer | {name: getattr(done, name) for name in plain}
 

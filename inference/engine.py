@@ -118,7 +118,7 @@ class Engine:
         self._unread: _Step | None = None
         self._done: list[Completion] = []
         """finished while nobody was asking"""
-        self.check_params(params)
+        self.runner.check_params(params)
         self.params: dict[str, jax.Array] = dict(params)
         self.scheduler.version = version
 
@@ -351,20 +351,17 @@ class Engine:
                 page of theirs is found again, and running requests are prefilled again whatever the pause's mode.
 
         Raises:
-            ValueError: not paused, another version than `base` is loaded, version not newer, or names, shapes, dtypes,
-                shardings that are not the engine's.
+            ValueError: not paused, `base` is not loaded, version not newer, or a tree that is not the engine's.
         """
         if not self.paused:
             raise ValueError("load: pause the engine first; weights change only at a step boundary")
         base = params.base if isinstance(params, Staged) else base
-        if base is not None and base != self.version:
+        if base not in (None, self.version):
             raise ValueError(f"base: {version} follows {base}, but {self.version} is loaded; load what follows that")
         if version <= self.version and not restart:
             raise ValueError(f"version: {version} is not newer than the loaded {self.version}")
-        if isinstance(params, Staged):
-            params = apply(self.params, params)
-        else:
-            self.check_params(params)
+        params = apply(self.params, params) if isinstance(params, Staged) else params
+        self.runner.check_params(params)
         if restart:
             self.scheduler.restart()
         self.params, self.scheduler.version = dict(params), version
@@ -399,21 +396,3 @@ class Engine:
     def forget(self) -> None:
         """Empties the prefix cache, but for pages in use."""
         self.scheduler.tree.evict(self.config.num_pages, self.version)
-
-    def check_params(self, params: Mapping[str, jax.Array]) -> None:
-        """Refuses a tree that is not exactly the engine's.
-
-        Raises:
-            ValueError: lists every name, shape, dtype and sharding that differs.
-        """
-        weights, dtype, shardings = self.runner.definition.weights, self.runner.dtype, self.runner.shardings
-        errors = [f"missing {name}" for name in weights.keys() - params.keys()]
-        errors += [f"unknown {name}" for name in params.keys() - weights.keys()]
-        for name in weights.keys() & params.keys():
-            array, shape = params[name], weights[name].shape
-            if array.shape != shape or array.dtype != dtype:
-                errors.append(f"{name} is {array.dtype}{list(array.shape)}, not {dtype}{list(shape)}")
-            elif not array.sharding.is_equivalent_to(shardings[name], len(shape)):
-                errors.append(f"{name} is placed as {array.sharding}, not {shardings[name]}: reshard it")
-        if errors:
-            raise ValueError("params: " + "; ".join(sorted(errors)))

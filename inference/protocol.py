@@ -239,7 +239,7 @@ class GenerateBody(Strict):
     sampling: Annotated[SamplingParams, BeforeValidator(_sampling)]
     priority: int = Field(default=0, ge=0)
     routing: dict[str, Any] | None = None
-    """rows of the first prompt tokens (`models.routes.to_record`)"""
+    """rows of the first prompt tokens (`models.routes.to_json`)"""
 
     def check(self) -> None:
         check_stops(self.sampling.stop)

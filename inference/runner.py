@@ -304,6 +304,24 @@ class Runner:
         n, shape = math.prod((*steps, PACKED, S)), (*steps, *like.shape)
         return out[:n].reshape(*steps, PACKED, S), out[n:].view(like.dtype)[: math.prod(shape)].reshape(shape)
 
+    def check_params(self, params: Mapping[str, jax.Array]) -> None:
+        """Refuses a tree that is not exactly the engine's.
+
+        Raises:
+            ValueError: lists every name, shape, dtype and sharding that differs.
+        """
+        weights, dtype, shardings = self.definition.weights, self.dtype, self.shardings
+        errors = [f"missing {name}" for name in weights.keys() - params.keys()]
+        errors += [f"unknown {name}" for name in params.keys() - weights.keys()]
+        for name in weights.keys() & params.keys():
+            array, shape = params[name], weights[name].shape
+            if array.shape != shape or array.dtype != dtype:
+                errors.append(f"{name} is {array.dtype}{list(array.shape)}, not {dtype}{list(shape)}")
+            elif not array.sharding.is_equivalent_to(shardings[name], len(shape)):
+                errors.append(f"{name} is placed as {array.sharding}, not {shardings[name]}: reshard it")
+        if errors:
+            raise ValueError("params: " + "; ".join(sorted(errors)))
+
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copies pages, (source, target) each, in this order; at most max_slots of them."""
         pages = np.zeros((2, self.config.max_slots), np.int32)

@@ -122,7 +122,7 @@ class Update:
                     )
                 jax.block_until_ready((weights.dense, weights.writes))
             else:
-                self.engine.check_params(weights)
+                self.engine.runner.check_params(weights)
                 jax.block_until_ready(weights)
             self._weights = weights
             self._fetch_ms = 1e3 * (time.perf_counter() - self._begun)
@@ -193,13 +193,21 @@ class Update:
         self.state = after
 
 
-def update(
+def staged(
     engine: Engine, params: Mapping[str, jax.Array], version: int, *, mode: str = "retract", restart: bool = False
-) -> Acknowledgement:
-    """All states of an update with a tree that is on the engine's devices. Nobody else may touch the engine meanwhile."""
+) -> Update:
+    """An update with a tree that is on the engine's devices, checked and staged."""
     made = Update(engine, version, mode=mode, restart=restart)
     leaves = {name: (array.shape, str(array.dtype)) for name, array in params.items()}
     made.check(leaves, lambda: checksums(params))
     made.stage_again() if made.again else made.stage(params)
+    return made
+
+
+def update(
+    engine: Engine, params: Mapping[str, jax.Array], version: int, *, mode: str = "retract", restart: bool = False
+) -> Acknowledgement:
+    """All states of one. Nobody else may touch the engine meanwhile."""
+    made = staged(engine, params, version, mode=mode, restart=restart)
     made.swap()
     return made.acknowledge()

@@ -1,12 +1,13 @@
 """`launch.bench async`: what it gains to sample beside training, by lag, on a virtual clock (`launch/virtual.py`).
 
-The loop, buffer and scheduler are the real ones; devices are a cost model of H100s. The laws, all fixed before any result was seen:
+The loop, buffer and scheduler are the real ones; devices are a cost model of H100s. The laws, fixed before any result was seen:
 
-math_1_5b   AReaL's published setting (Fu et al., arXiv 2505.24298) of its 2.77x: DeepSeek-R1-Distill-Qwen-1.5B, 16 samples a prompt,
-            64 a chip and step (512 prompts on 128 chips there), answers up to 27,648 tokens; log-normal, median 4,000, sigma 1
+math_1_5b   AReaL's published setting (Fu et al., arXiv 2505.24298) of its 2.77x: DeepSeek-R1-Distill-Qwen-1.5B, 16 samples a
+            prompt, 64 a chip and step (512 prompts on 128 chips there), answers up to 27,648 tokens; log-normal, median 4,000,
+            sigma 1
 math_8b     the same law of lengths with Qwen3-8B
-agent_8b    Qwen3-8B, 8 samples a task, 32 a chip and step, a log-normal number of turns (median 8, sigma 0.6, at most 40), tokens of a
-            turn (300, 0.8), outputs of tools (400, 1.0) and their seconds (2, 1.2, at most 300), a context of 32,768
+agent_8b    Qwen3-8B, 8 samples a task, 32 a chip and step, a log-normal number of turns (median 8, sigma 0.6, at most 40),
+            tokens of a turn (300, 0.8), outputs of tools (400, 1.0), their seconds (2, 1.2, at most 300), context 32,768
 
 Half of the variance of lengths is the task's and half the sample's. 16 chips, an engine on each. `colocated`: lag 0, all chips
 sample, then all train. `split`: lag 0 on the split that lags above 0 have: three quarters sample, one quarter trains.

@@ -53,7 +53,8 @@ def parse_config(parser: Parser) -> tuple[argparse.Namespace, RunConfig, str]:
 
 
 def read_config(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What `get_config()` of a Python file returns, as nested dicts, after `--config.a.b=value` overrides.
+    """What `get_config()` of a Python file returns, or a run's config.json holds, as nested dicts, after `--config.a.b=value`
+    overrides.
 
     A value is a Python literal, or else a string; `true` and `false` are bools. Where the file has a string, numbers and
     bools stay strings.
@@ -61,6 +62,8 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         ValueError: there is no such file, or an override that is not one.
     """
+    if path.endswith(".json") and Path(path).is_file():
+        return override(json.loads(Path(path).read_text()), overrides)
     spec = importlib.util.spec_from_file_location("experiment", path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ValueError(f"--config: there is no Python file {path}; give one in configs/")
@@ -68,7 +71,11 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ValueError(f"--config: {path} has no get_config(); define it, as the files in configs/ do")
-    values: dict[str, Any] = module.get_config().to_dict()
+    return override(module.get_config().to_dict(), overrides)
+
+
+def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Sets `--config.a.b=value` in the values of a config, which are changed and returned."""
     for text in overrides:
         name, equals, value = text.partition("=")
         if not name.startswith(OVERRIDE) or not equals:

@@ -35,10 +35,10 @@ from models.hf_config import read_config
 from models.tokenizer import Tokenizer
 from models.transformer import describe
 from rl.batch import Sample, on_tokens
+from rl.fleet import published_params
 from rl.forest import Layout
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
-from rl.run import published_params
 from rl.trainer import Trainer
 from sharding.delta_file import Delta
 from sharding.deltas import apply, diff, stage

@@ -21,8 +21,7 @@ def main() -> None:
         config = replace(config, model=replace(config.model, source=arguments.model))
     set_up_jax()
     policy = make_run(config)
-    for engine in policy.engines:
-        engine.warm_up()
+    policy.fleet.start(policy.trainer)
     print(json.dumps(evaluate(policy, 0)), flush=True)
 
 

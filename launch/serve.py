@@ -15,6 +15,7 @@ import ipaddress
 import os
 import socket
 import sys
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +71,10 @@ def main() -> None:
         "--store", metavar="URL", help="of a weight store: serve its newest version, and take others by /update"
     )
     parser.add_argument("--api-key-file", metavar="FILE", help=f"holds the key that clients must send; or set {API_KEY}")
+    parser.add_argument("--with-parent", action="store_true", help="end, at once, when standard input does: its writer is gone")
     arguments, rest = parser.parse_known_args()
+    if arguments.with_parent:
+        threading.Thread(target=end_with_parent, daemon=True).start()
     name, model, sizes, limits, seed = settings(arguments, rest)
     key = read_key(arguments.api_key_file)
     listener = bind(arguments.host, arguments.port, key)
@@ -79,6 +83,12 @@ def main() -> None:
     print("compiling; later starts take the programs from the cache", file=sys.stderr)
     engine.warm_up()
     Server(make_door(engine, tokenizer, arguments.name or name, limits, key, arguments.store)).run([listener])
+
+
+def end_with_parent() -> None:
+    while os.read(0, 2**12):
+        pass
+    os._exit(1)
 
 
 def settings(arguments: argparse.Namespace, overrides: list[str]) -> tuple[str, ModelSection, EngineSection, Limits, int]:

@@ -1,17 +1,26 @@
 """Trains: `python -m launch.train --config configs/NAME.py [--config.key=value ...]`.
 
 The same command again goes on from the last checkpoint. The last line on standard output is one JSON object.
+
+    python -m launch.train --replay runs/NAME --step N [--config.trainer.key=value ...]
+
+takes a recorded step again, with the batch it had: bit for bit, or with what is overridden of trainer and advantages.
 """
 
+import argparse
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from launch.cli import Parser, parse_config, run_main, set_up_jax, use_huge_pages
+from launch.cli import Parser, override, parse_config, run_main, set_up_jax, use_huge_pages
+from rl.config import RunConfig, build
 from rl.loop import train
+from rl.replay import replay, values_of
 from rl.rollout import Rollout
 
 
@@ -52,11 +61,29 @@ class TerminalReporter:
 
 
 def main() -> None:
-    _, config, config_json = parse_config(Parser(__doc__))
-    set_up_jax()
-    with TerminalReporter(config.name) as reporter:
-        result = train(config, config_json, reporter)
+    parser = Parser(__doc__)
+    parser.add_argument("--replay", metavar="RUN_DIR", help="take a step of this run again; without --config")
+    parser.add_argument("--step", type=int, help="of --replay: which")
+    if any(text.partition("=")[0] == "--replay" for text in sys.argv[1:]):
+        result = take_again(*parser.parse_known_args())
+    else:
+        arguments, config, config_json = parse_config(parser)
+        if arguments.step is not None:
+            raise ValueError("--step: is a step of a run to take again; name the run with --replay")
+        set_up_jax()
+        with TerminalReporter(config.name) as reporter:
+            result = train(config, config_json, reporter)
     print(json.dumps(result), flush=True)
+
+
+def take_again(arguments: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
+    if arguments.step is None:
+        raise ValueError("--step: is missing; say which step of the run to take again")
+    directory = Path(arguments.replay)
+    config: RunConfig = build(RunConfig, override(values_of(directory), overrides))
+    set_up_jax()
+    with TerminalReporter(f"{config.name} again") as reporter:
+        return replay(directory, arguments.step, config, reporter.phase)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Engines and a trainer whose device is a clock: the real scheduler decides, and a cost model says how long each step takes.
 
 A step of an engine takes the longer of reading its weights and computing its tokens, then reading keys and values, then a
-fixed time. What the scheduler plans is what happens: slots, pages, chunks, the prefix tree, preemption, and at an update all that
-runs is retracted and prefilled again. Token ids are dummies; only lengths matter.
+fixed time. What the scheduler plans is what happens: slots, pages, chunks, the prefix tree, preemption, and at an update all
+that runs is retracted and prefilled again. Token ids are dummies; only lengths matter.
 """
 
 import heapq
@@ -237,9 +237,10 @@ class Trainer:
         self.tokens += sum(self._batch)
         return {}
 
-    def publish(self) -> None:
+    def publish(self) -> float:
         for engine in self.engines:
             engine.version += 1
+        return self.chip.swap_s * len(self.engines)
 
     def time(self) -> float:
         """Busy seconds up to now."""

@@ -7,6 +7,7 @@ used. Row i of a sequence is that of token i, made when the logits for token i +
 has n - 1 of them. A row full of the dtype's largest value says "not recorded": the token routes itself.
 """
 
+import base64
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -119,3 +120,22 @@ def from_record(record: Mapping[str, Any], what: str) -> np.ndarray:
     if len(data) != int(np.prod(shape)) * dtype.itemsize:
         raise ValueError(f"{what}: {len(data)} bytes are not the {list(shape)} of {dtype} that it says; it is corrupted")
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype).reshape(shape)
+
+
+def to_json(rows: np.ndarray) -> dict[str, Any]:
+    """The record as JSON can hold it: its bytes in base64."""
+    record = to_record(rows)
+    return record | {"data": base64.b64encode(record["data"]).decode()}
+
+
+def from_json(record: Mapping[str, Any], what: str) -> np.ndarray:
+    """What `to_json` was given.
+
+    Raises:
+        ValueError: as `from_record`.
+    """
+    try:
+        data = base64.b64decode(record["data"], validate=True)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{what}: is no record of routing ({type(error).__name__}: {error}); it is corrupted") from error
+    return from_record({**record, "data": data}, what)

@@ -130,8 +130,7 @@ def among(key: str, sections: Collection[str]) -> bool:
 
 def changes(old: RunConfig, new: RunConfig) -> list[str]:
     """Dotted names of what differs between two configs, but for the place of the run's folder, which may move."""
-    both = [dataclasses.asdict(config) for config in (old, new)]
-    return sorted(name for name in _changed(*both) if name != "run_dir")
+    return sorted(name for name in _changed(dataclasses.asdict(old), dataclasses.asdict(new)) if name != "run_dir")
 
 
 def _changed(old: Any, new: Any, where: str = "") -> list[str]:

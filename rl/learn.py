@@ -1,11 +1,18 @@
-"""What a step does with its rollouts: credit, then one optimizer step of the policy, and of the critic if there is one."""
+"""What a step does with its rollouts, or a supervised one with its tasks: samples, then an optimizer step of each trainer."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from models.tokenizer import ByteTokenizer, Tokenizer
+from rl.batch import Sample
 from rl.config import RunConfig
 from rl.credit import assign
+from rl.environments import Environment
+from rl.renderers import Renderer
 from rl.rollout import Rollout
+from rl.run import warmup_keys
 from rl.trainer import Trainer
 
 CRITIC_METRICS = ("loss", "return", "value_clipped", "explained_variance", "grad_norm", "update_norm")
@@ -32,3 +39,29 @@ def learn(trainer: Trainer, critic: Trainer | None, config: RunConfig, rollouts:
         metrics |= {f"critic/{name}": learned[name] for name in CRITIC_METRICS if name in learned}
         metrics["time/critic_s"] = learned["time/pack_s"] + learned["time/train_s"]
     return metrics
+
+
+def learn_answers(
+    trainer: Trainer,
+    config: RunConfig,
+    environment: Environment,
+    renderer: Renderer,
+    tokenizer: Tokenizer | ByteTokenizer,
+    step: int,
+) -> dict[str, Any]:
+    """One step on the tasks' own answers."""
+    count = config.warmup.tasks
+    samples = []
+    for number, key in enumerate(warmup_keys(config)[(step - 1) * count : step * count]):
+        task = environment.task(key)
+        if task.answer is None:
+            raise ValueError(f"warmup: task {key} of {task.env!r} has no answer to learn; set warmup.steps = 0")
+        prompt = renderer.render(list(task.messages))
+        answer = [*tokenizer.encode(task.answer), renderer.stop_ids[0]]
+        n = len(prompt) + len(answer)
+        weights = np.zeros(n, np.float32)
+        weights[len(prompt) :] = 1
+        zeros = np.zeros(n, np.float32)
+        ids = np.asarray([*prompt, *answer], np.int32)
+        samples.append(Sample(ids=ids, weights=weights, logprobs=zeros, advantages=zeros, episode=number))
+    return {"phase": "sft", **trainer.train(samples, loss="sft")}

@@ -22,18 +22,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from models.compiles import CompileCounter
-from rl.batch import Sample
 from rl.buffer import Buffer, Group
-from rl.checkpoint import Checkpoints, split
+from rl.checkpoint import Checkpoints, digest, split
 from rl.config import RunConfig
 from rl.datasets import Dataset
 from rl.environments import EVAL_KEYS
 from rl.files import Records, check_directory, lock, run_record, summary
 from rl.journal import Journal
+from rl.learn import learn_answers
 from rl.orchestrator import Orchestrator
 from rl.resume import Place, begin, check_data, check_fork, go_on, save
 from rl.rollout import Rollout, recorded
-from rl.run import Run, export, make_run, warmup_keys
+from rl.run import Run, export, make_run
 from rl.sides import BatchLearner, GroupSampler
 from rl.supervised import DataRun, data_step, load_data, make_data_run, num_steps
 from rl.whole import write_whole
@@ -61,7 +61,7 @@ def evaluate(run: Run, step: int, records: Records | None = None) -> dict[str, A
     started = time.perf_counter()
     sampled = run.rollout(tasks, label=f"eval-{step}", samples=section.samples)
     greedy = run.rollout(tasks, label=f"greedy-{step}", samples=1, greedy=True)
-    run.forget()  # a resumed run has no evaluation's pages either, so its counts of cached tokens are the same
+    run.fleet.forget()  # a resumed run has no evaluation's pages either, so its counts of cached tokens are the same
     answer, score = run.constant_answer(keys) or (None, None)
     if records is not None:
         records.rollouts(f"eval_{step:06d}", [*sampled, *greedy])
@@ -85,25 +85,6 @@ def _mean_reward(rollouts: Sequence[Rollout]) -> float:
     return float(np.mean(rewards))
 
 
-def supervised_step(run: Run, step: int) -> dict[str, Any]:
-    """One step on the tasks' own answers."""
-    count = run.config.warmup.tasks
-    samples = []
-    for number, key in enumerate(warmup_keys(run.config)[(step - 1) * count : step * count]):
-        task = run.environment.task(key)
-        if task.answer is None:
-            raise ValueError(f"warmup: task {key} of {task.env!r} has no answer to learn; set warmup.steps = 0")
-        prompt = run.renderer.render(list(task.messages))
-        answer = [*run.tokenizer.encode(task.answer), run.renderer.stop_ids[0]]
-        n = len(prompt) + len(answer)
-        weights = np.zeros(n, np.float32)
-        weights[len(prompt) :] = 1
-        zeros = np.zeros(n, np.float32)
-        ids = np.asarray([*prompt, *answer], np.int32)
-        samples.append(Sample(ids=ids, weights=weights, logprobs=zeros, advantages=zeros, episode=number))
-    return {"phase": "sft", **run.trainer.train(samples, loss="sft")}
-
-
 def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, Any]:
     """Runs, or goes on with, a whole run; returns its summary."""
     directory = Path(config.run_dir) / config.name
@@ -120,7 +101,7 @@ def train(config: RunConfig, config_json: str, reporter: Reporter) -> dict[str, 
     run = make_run(config) if data is None else make_data_run(config, data)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_every)
     # the lock makes the folder, only now: a config that does not fit leaves none behind
-    with lock(directory), closing(checkpoints):  # whatever happens, what is being written is written to its end
+    with closing(run), lock(directory), closing(checkpoints):  # whatever happens, what is being written is written to its end
         renderer = run.renderer
         about = run_record(config_json, run.source, renderer.name, renderer.version, config.seed, config.fork)
         about["data_sha256"] = data.sha256 if data else None
@@ -163,6 +144,7 @@ def _train(
             shutil.rmtree(directory / "hf", ignore_errors=True)  # of a shorter run; made again at the end
         reporter.phase("compiling")
         run.warm_up()
+        digest(run.trainer.state)
         saved = partial(save, run, checkpoints, config_json)
         compiled = _take(run, steps, start, total, records, reporter, lambda step: saved(step, place(step)))
         checkpoints.close()
@@ -203,7 +185,7 @@ def _take(
         with compiles:
             done, metrics = next(steps)
             assert done == step, (done, step)
-            metrics["compiles"] = compiles.count
+            metrics |= {"weights": digest(run.trainer.state), "compiles": compiles.count}
             records.append("metrics.jsonl", {"step": step, **metrics})
             reporter.step(step, total, metrics)
             if (silent := metrics.get("zero_signal_groups", 0)) >= SILENT_ALARM:
@@ -230,12 +212,16 @@ def _steps(run: Run | DataRun, start: int, end: int, take: Callable[[int], dict[
         yield step, metrics | {"time/publish_s": ended - published, "time/step_s": ended - began}
 
 
+def _answers(run: Run, step: int) -> dict[str, Any]:
+    return learn_answers(run.trainer, run.config, run.environment, run.renderer, run.tokenizer, step)
+
+
 def _task_steps(
     run: Run, directory: Path, start: int, total: int, records: Records, journal: Journal, reporter: Reporter
 ) -> Steps:
     """Supervised steps, then those of rollouts."""
     config = run.config
-    yield from _steps(run, start, min(config.warmup.steps, total), lambda step: supervised_step(run, step))
+    yield from _steps(run, start, min(config.warmup.steps, total), partial(_answers, run))
     buffer = Buffer(
         lag=config.orchestrator.lag,
         batch=config.rollout.prompts,

@@ -50,8 +50,8 @@ class Learner(Protocol):
         """
         ...
 
-    def publish(self) -> None:
-        """The weights of the step that was polled last become the engines'."""
+    def publish(self) -> float:
+        """The weights of the step that was polled last become the engines'. Returns the seconds that those paused."""
         ...
 
 
@@ -118,7 +118,7 @@ class Orchestrator:
             spent["wait/rollout_s" if idle else "time/rollout_s"] += now - was
             spent["wait/trainer_s"] += (now - was) * free
         lags = {group.number: self.version - group.oldest for group in self._training}
-        self.learner.publish()
+        paused = self.learner.publish()
         self.buffer.trained()
         self._training = []
         self.version += 1
@@ -130,6 +130,7 @@ class Orchestrator:
             "running": len(self.buffer.running),
             "queued": len(self.buffer.finished),
             "time/publish_s": published - now,
+            "time/pause_s": paused,
             "time/step_s": published - began,
         }
         return self.version, about | metrics | spent

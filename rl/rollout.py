@@ -40,6 +40,8 @@ class Steps(Protocol):
 
     def submit(self, task: Task, messages: Sequence[Message]) -> Future[Step]: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass
 class Rollout:
@@ -171,7 +173,7 @@ class Episodes:
 
     def _wait(self) -> None:
         """Nothing to do until some environment has answered."""
-        futures.wait([asked[3] for asked in self._asked], timeout=1, return_when=futures.FIRST_COMPLETED)
+        futures.wait([asked[3] for asked in self._asked], timeout=0.05, return_when=futures.FIRST_COMPLETED)
 
     def _end_overdue(self) -> None:
         now = time.monotonic()

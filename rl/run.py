@@ -1,6 +1,7 @@
 """From a RunConfig to the pieces of a run: model, tokenizer, environment, renderer, trainer, engine."""
 
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from inference.config import EngineConfig
 from inference.engine import Engine
@@ -24,8 +24,8 @@ from models.tokenizer import ByteTokenizer, Tokenizer
 from models.transformer import describe
 from rl.build import build, pick
 from rl.config import EngineSection, EnvironmentSection, ModelSection, Placement, RunConfig
-from rl.engines import Engines
 from rl.environments import EVAL_KEYS, TRAIN_KEYS, Environment, Task, constant_answer
+from rl.fleet import Fleet, Local, Served, published_params
 from rl.forest import Layout
 from rl.kinds import make
 from rl.objective import Objective
@@ -34,10 +34,11 @@ from rl.renderers import RENDERERS, Renderer
 from rl.rollout import Batch, Episodes, Rollout, Steps
 from rl.routes import RouterConfig
 from rl.trainer import Trainer
-from rl.workers import Inline
+from rl.workers import Inline, Workers
 from sharding.mesh import make_mesh
-from sharding.reshard import init, reshard
+from sharding.reshard import init
 from sharding.rules import Rules, Weight
+from sharding.store import WeightStore
 
 
 @dataclass
@@ -52,7 +53,8 @@ class Run:
     environment: Environment
     renderer: Renderer
     trainer: Trainer
-    engines: Sequence[Engine]
+    fleet: Fleet
+    """its engines"""
     steps: Steps
     """who runs the environment's steps"""
     critic: Trainer | None = None
@@ -63,14 +65,12 @@ class Run:
     def warm_up(self) -> None:
         """Compiles every program of a step; after it nothing is compiled."""
         started = time.perf_counter()
-        for engine in self.engines:
-            engine.warm_up()
         self.trainer.warm_up()
         if self.critic is not None:
             self.critic.warm_up()
         if self.config.warmup.steps:
             self.trainer.warm_up("sft")
-        jax.block_until_ready(self.stage())
+        self.fleet.start(self.trainer)
         self.compile_s += time.perf_counter() - started
 
     def constant_answer(self, keys: Sequence[int]) -> tuple[str, float] | None:
@@ -79,32 +79,20 @@ class Run:
             self._constant = list(keys), constant_answer(self.environment, keys)
         return self._constant[1]
 
-    def stage(self) -> tuple[list[dict[str, jax.Array]], int]:
-        """The trainer's masters, rounded to the published dtype, on each engine's devices, and their version: the number of
-        optimizer steps that made them. The engines go on meanwhile."""
-        return [published_params(self.trainer, *_wanted(engine)) for engine in self.engines], self.trainer.step
-
-    def swap(self, staged: tuple[list[dict[str, jax.Array]], int]) -> None:
-        """What was staged becomes the engines' weights, each at a step boundary of its own."""
-        params, version = staged
-        for engine, own in zip(self.engines, params, strict=True):
-            engine.pause(self.config.orchestrator.mode)
-            engine.load(own, version)
-            engine.resume()
-
     def publish(self) -> None:
-        self.swap(self.stage())
+        """The trainer's weights become the engines'."""
+        self.fleet.swap(self.fleet.stage(self.trainer))
 
-    def forget(self) -> None:
-        """Empties the engines' prefix caches."""
-        for engine in self.engines:
-            engine.forget()
+    def close(self) -> None:
+        """Ends the processes that run environments and engines, if any do."""
+        self.steps.close()
+        self.fleet.close()
 
     @cached_property
     def episodes(self) -> Episodes:
         """What runs on the engines."""
         return Episodes(
-            self.engines[0] if len(self.engines) == 1 else Engines(self.engines),
+            self.fleet.sampler(),
             self.steps,
             self.renderer,
             seed=self.config.seed,
@@ -131,18 +119,6 @@ def export(trainer: Trainer, source: Path | None, directory: Path, fused_experts
     definition, masters = trainer.definition, trainer.state.masters
     dtype = np.dtype(definition.dtype)
     save_hf(directory, definition.config, masters, tokenizer_files_from=source, dtype=dtype, fused=fused_experts)
-
-
-def _wanted(engine: Engine) -> tuple[Mapping[str, Weight], Mapping[str, jax.sharding.Sharding], DTypeLike]:
-    """What an engine's weights have to be."""
-    return engine.runner.definition.weights, engine.runner.shardings, engine.runner.dtype
-
-
-def published_params(
-    trainer: Trainer, weights: Mapping[str, Weight], shardings: Mapping[str, jax.sharding.Sharding], dtype: DTypeLike
-) -> dict[str, jax.Array]:
-    """The trainer's masters in the engine's layout, dtype and place; derived from the two descriptions."""
-    return reshard(trainer.state.masters, trainer.definition.weights, weights, shardings, dtype)
 
 
 def _mesh(placement: Placement, side: str) -> tuple[Mesh, Rules]:
@@ -174,6 +150,14 @@ def make_model(section: ModelSection) -> tuple[ModelConfig, Path | None, Tokeniz
 def make_environment(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> tuple[Environment, Renderer]:
     section = config.environment
     return make(section.kind, section.options), make_renderer(section, tokenizer)
+
+
+def make_steps(config: RunConfig, environment: Environment) -> Inline | Workers:
+    """Who runs the environment's steps."""
+    section = config.orchestrator
+    if not section.workers:
+        return Inline(environment)
+    return Workers(config.environment.kind, config.environment.options, section.workers, section.environment_s)
 
 
 def make_renderer(section: EnvironmentSection, tokenizer: Tokenizer | ByteTokenizer) -> Renderer:
@@ -248,6 +232,10 @@ def placed(config: RunConfig) -> RunConfig:
         ValueError: there is a lag, and the two sides share devices.
     """
     section, engine, trainer = config.orchestrator, config.engine, config.trainer
+    if section.processes:  # they have devices of their own
+        first = max(trainer.first_device, 0)
+        section = replace(section, engines=section.engines or 1)
+        return replace(config, orchestrator=section, trainer=replace(trainer, first_device=first))
     own = math.prod(engine.mesh.values())
     count = section.engines
     if not count:
@@ -265,11 +253,28 @@ def placed(config: RunConfig) -> RunConfig:
     return replace(config, orchestrator=replace(section, engines=count), trainer=replace(trainer, first_device=first))
 
 
-def make_engines(config: RunConfig, model: ModelConfig, trainer: Trainer) -> list[Engine]:
-    """Engines side by side, with the trainer's published weights."""
+def make_fleet(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Fleet:
+    """Engines side by side: here, with the trainer's weights, or in processes that are not started yet."""
+    section = config.orchestrator
+    if section.processes:
+        folder = (Path(config.run_dir) / config.name).absolute()
+        url = section.store or f"file://{folder}/weights/"
+        command = [sys.executable, "-m", "launch.serve", "--config", str(folder / "config.json"), "--port", "0"]
+        weights = describe(model, stacked=False)
+        mesh, rules = _mesh(config.trainer, "trainer")
+        return Served(
+            section.engines,
+            [*command, "--store", url, "--with-parent"],
+            lambda: WeightStore(url, section.anchor_every),
+            section.mode,
+            weights,
+            _shardings(rules, mesh, weights, "trainer"),
+            jnp.dtype(config.engine.dtype or config.model.dtype),
+        )
     first, own = config.engine.first_device, math.prod(config.engine.mesh.values())
-    places = range(first, first + config.orchestrator.engines * own, own)
-    return [make_engine(replace(config.engine, first_device=place), config, model, trainer) for place in places]
+    places = range(first, first + section.engines * own, own)
+    engines = [make_engine(replace(config.engine, first_device=place), config, model, trainer) for place in places]
+    return Local(engines, section.mode)
 
 
 def make_engine(section: EngineSection, config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engine:
@@ -334,5 +339,5 @@ def make_run(config: RunConfig) -> Run:
     config = placed(config)
     trainer = make_trainer(config, model, source)
     critic = make_trainer(config, model, source, critic=True) if config.advantages.kind == "gae" else None
-    engines = make_engines(config, model, trainer)
-    return Run(config, model, source, tokenizer, environment, renderer, trainer, engines, Inline(environment), critic)
+    fleet, steps = make_fleet(config, model, trainer), make_steps(config, environment)
+    return Run(config, model, source, tokenizer, environment, renderer, trainer, fleet, steps, critic)

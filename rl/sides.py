@@ -78,7 +78,7 @@ class BatchLearner:
     def _learn(self, rollouts: Sequence[Rollout]) -> tuple[dict[str, Any], Any]:
         run = self.run
         metrics = learn(run.trainer, run.critic, run.config, rollouts)
-        return {"phase": "rl", **rollout_metrics(rollouts), **metrics}, run.stage()
+        return {"phase": "rl", **rollout_metrics(rollouts), **metrics}, run.fleet.stage(run.trainer)
 
     def poll(self, wait: bool) -> dict[str, Any] | None:
         assert self._job is not None, "start a step first"
@@ -88,9 +88,9 @@ class BatchLearner:
         self._job = None
         return metrics
 
-    def publish(self) -> None:
-        self.run.swap(self._staged)
-        self._staged = None
+    def publish(self) -> float:
+        paused, self._staged = self.run.fleet.swap(self._staged), None
+        return paused
 
     def close(self) -> None:
         """Waits for the step that runs, if any."""

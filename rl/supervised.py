@@ -16,9 +16,18 @@ from models.tokenizer import ByteTokenizer, Tokenizer
 from rl.config import NO_TASKS, EngineSection, RolloutSection, RunConfig
 from rl.datasets import Dataset, load
 from rl.renderers import Renderer
-from rl.run import Run, check_prompts, make_engines, make_environment, make_model, make_renderer, make_trainer, placed
+from rl.run import (
+    Run,
+    check_prompts,
+    make_environment,
+    make_fleet,
+    make_model,
+    make_renderer,
+    make_steps,
+    make_trainer,
+    placed,
+)
 from rl.trainer import Trainer
-from rl.workers import Inline
 
 
 @dataclass
@@ -42,6 +51,9 @@ class DataRun:
 
     def publish(self) -> None:
         """There is no engine to publish to."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 def load_data(config: RunConfig, report: Callable[[str], None]) -> Dataset | None:
@@ -82,8 +94,8 @@ def make_data_run(config: RunConfig, data: Dataset) -> Run | DataRun:
     check_prompts(replace(config, steps=0, data=replace(config.data, epochs=1)), environment, renderer)
     config = placed(config)
     trainer = make_trainer(_fitted(config, data), model, source)
-    engines = make_engines(config, model, trainer)
-    return Run(config, model, source, tokenizer, environment, renderer, trainer, engines, Inline(environment))
+    fleet, steps = make_fleet(config, model, trainer), make_steps(config, environment)
+    return Run(config, model, source, tokenizer, environment, renderer, trainer, fleet, steps)
 
 
 def _fitted(config: RunConfig, data: Dataset) -> RunConfig:

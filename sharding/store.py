@@ -178,9 +178,9 @@ class WeightStore:
     def unpin(self, reader: str) -> None:
         self._change(lambda head: replace(head, pins={name: at for name, at in head.pins.items() if name != reader}))
 
-    def rewind(self, version: int) -> list[int]:
+    def rewind(self, version: int | None) -> list[int]:
         """Makes an older version the head: a trainer went back to it, and publishes what follows it again, with other bits.
-        Newer versions are gone, and so are their readers' pins.
+        Newer versions are gone, and so are their readers' pins. None: all are.
 
         Returns: the versions that are gone.
 
@@ -190,10 +190,12 @@ class WeightStore:
         gone: list[int] = []
 
         def rewound(head: Head) -> Head:
-            head.way(version, None)
-            gone[:] = sorted(number for number in head.versions if number > version)
-            versions = {number: entry for number, entry in head.versions.items() if number <= version}
-            return Head(versions, {reader: at for reader, at in head.pins.items() if at <= version})
+            if version is not None:
+                head.way(version, None)
+            last = -1 if version is None else version
+            gone[:] = sorted(number for number in head.versions if number > last)
+            versions = {number: entry for number, entry in head.versions.items() if number <= last}
+            return Head(versions, {reader: at for reader, at in head.pins.items() if at <= last})
 
         self._change(rewound)
         return gone

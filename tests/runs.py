@@ -1,15 +1,23 @@
 """Whole runs of small configs, for tests: in this process or in one of their own."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from rl.checkpoint import Checkpoints
 from rl.rollout import Rollout
 
 REPO = Path(__file__).parents[1]
+KILLS = int(os.environ.get("TWINAX_KILLS", "4"))
+"""how often tests kill what they started"""
 SMALL = (
     "model.shape.num_layers=1", "rollout.prompts=2", "rollout.samples=4", "evaluation.tasks=2", "evaluation.samples=2",
     "engine.max_slots=8", "engine.slot_buckets=(8,)", "engine.tokens_per_step=64", "engine.token_buckets=(64,)",
@@ -47,3 +55,12 @@ def ended(process: subprocess.Popen[str]) -> str:
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return err
+
+
+def weights_of(directory: Path) -> dict[str, Any]:
+    """The arrays of the newest checkpoint of a run, as they are on the disk."""
+    checkpoints = Checkpoints(directory / "checkpoints")
+    path = checkpoints.directory / str(checkpoints.latest()) / "policy"
+    with ocp.PyTreeCheckpointer() as reader:
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(path).item_metadata.tree)
+        return reader.restore(path, restore_args=as_numpy)

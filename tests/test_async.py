@@ -1,10 +1,12 @@
 """Rollouts beside training on devices of their own: what is learned, how old it is, and that nothing is lost."""
 
 import json
+import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from rl.engines import Engines
 from rl.journal import Journal
 from rl.loop import train
 from rl.run import placed
-from tests.runs import REPO, Lines, ended, lines_of, start
+from tests.runs import KILLS, REPO, Lines, ended, lines_of, start, weights_of
 
 TINY = str(REPO / "configs/tiny_async.py")
 TWO = ("orchestrator.engines=2", "trainer.mesh.fsdp=1", "trainer.rows=1")
@@ -143,3 +145,88 @@ def test_a_group_stays_on_one_engine() -> None:
     assert [request.id for request in parts[1].waiting] == ["train-1/sum/8/0#1"]
     ended = [completion.request_id for _ in range(3) for completion in engines.step()]
     assert len(ended) == 4 and engines.step() == [] and engines.version == 3
+
+
+# ---- processes
+
+
+def children(parent: int, what: str) -> list[int]:
+    """Processes of a run whose command line has this word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            ppid = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if ppid == parent and what.encode() in (path / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+    return found
+
+
+@pytest.mark.slow
+def test_anything_may_be_killed(tmp_path: Path, report: Callable[[str], None]) -> None:
+    """TWINAX_KILLS times an engine, an environment's worker or the whole program is gone at a random moment.
+
+    With lag 0 the run then trains on the planned tasks and ends with the weights of a run in one process that nobody disturbed,
+    bit for bit."""
+    options = (f"steps={5 * KILLS + 10}", "checkpoint.every=2", "evaluation.every=9", "rollout.max_tokens=8")
+    served = (*options, "orchestrator.processes=true", "orchestrator.engines=2", "orchestrator.workers=2")
+    steps = 5 * KILLS + 10
+    ended(start(tmp_path / "unbroken", *options))
+    directory, expected = tmp_path / "killed/tiny", tmp_path / "unbroken/tiny"
+    draw = np.random.default_rng(6)
+
+    def steps_done() -> int:
+        path = directory / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    process, killed = start(tmp_path / "killed", *served), Counter[str]()
+    for number in range(KILLS):
+        kind = ("engine", "worker", "program", "worker")[number % 4]
+        module = {"engine": "launch.serve", "worker": "rl.worker"}.get(kind)
+        before, limit = steps_done(), time.monotonic() + 200
+        if number % 8 != 6:  # else while it starts
+            while steps_done() < before + 2 and process.poll() is None and time.monotonic() < limit:
+                time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.5))
+        assert process.poll() is None, f"kill {number} came too late: {process.communicate()[1]}"
+        for victim in children(process.pid, module)[:1] if module else [process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+                killed[kind] += 1
+        if kind == "program":
+            process.communicate()
+            process = start(tmp_path / "killed", *served)
+    said = ended(process)
+    report(f"killed {dict(killed)}")
+    assert min(killed[kind] for kind in ("engine", "worker", "program")) > 0 and said
+    assert [line["step"] for line in lines_of(directory)] == list(range(1, steps + 1))
+    for key in ("weights", "reward", "loss"):
+        assert [line[key] for line in lines_of(directory)] == [line[key] for line in lines_of(expected)], key
+    evaluations = [[line["eval"] for line in lines_of(each, "evaluations")] for each in (directory, expected)]
+    assert evaluations[0] == evaluations[1]
+    for each in (directory, expected):
+        rows = ledger(each, steps)
+        assert [row.number for step in rows for row in rows[step]] == list(range(2 * steps))
+    assert weights_of(directory) and not children(os.getpid(), "launch.serve")
+
+
+@pytest.mark.slow
+def test_engines_in_processes_beside_training(tmp_path: Path) -> None:
+    """Lag 2 with two served engines: it learns, and an engine that was killed is several versions behind when it is back."""
+    options = ("orchestrator.processes=true", *TWO, "steps=60", "rollout.prompts=4", "rollout.samples=8")
+    process = start(tmp_path, *options, config="tiny_async")
+    directory = tmp_path / "tiny_async"
+    limit = time.monotonic() + 200
+    while process.poll() is None and time.monotonic() < limit:
+        path = directory / "metrics.jsonl"
+        if path.exists() and path.read_text().count("\n") >= 10:
+            break
+        time.sleep(0.01)
+    os.kill(children(process.pid, "launch.serve")[0], signal.SIGKILL)
+    said = ended(process)
+    assert "starting it again" in said
+    lines = lines_of(directory)
+    assert [line["step"] for line in lines] == list(range(1, 61)) and max(line["lag_max"] for line in lines) <= 2
+    rows = ledger(directory, 60)
+    assert sorted(row.number for of_step in rows.values() for row in of_step) == list(range(240))
+    rewards = [line["reward"] for line in lines]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2

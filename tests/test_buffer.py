@@ -71,8 +71,9 @@ class World:
         self.trained[step] = list(lags)
         self.lags += lags.values()
 
-    def publish(self) -> None:
+    def publish(self) -> float:
         self.version += 1
+        return 0.0
 
 
 class Side:

@@ -1,7 +1,6 @@
 """Checkpoints and what they promise: the same bits on any mesh, whatever is donated, damaged or killed meanwhile."""
 
 import json
-import os
 import resource
 import shutil
 import signal
@@ -14,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -26,7 +24,7 @@ from rl.journal import Journal
 from rl.loop import train
 from rl.programs import TrainState
 from sharding.mesh import make_mesh
-from tests.runs import REPO, SMALL, Lines, ended, lines_of, start
+from tests.runs import KILLS, REPO, SMALL, Lines, ended, lines_of, start, weights_of
 
 # ---- one checkpoint
 
@@ -206,15 +204,6 @@ def run(run_dir: Path, *overrides: str) -> list[str]:
     return reporter.phases
 
 
-def weights_of(directory: Path) -> dict[str, Any]:
-    """The arrays of the newest checkpoint of a run, as they are on the disk."""
-    checkpoints = Checkpoints(directory / "checkpoints")
-    path = checkpoints.directory / str(checkpoints.latest()) / "policy"
-    with ocp.PyTreeCheckpointer() as reader:
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(path).item_metadata.tree)
-        return reader.restore(path, restore_args=as_numpy)
-
-
 CHILD = ("name=child", "model.dtype=float32", "steps=6")
 PARENT = ("name=parent", "model.dtype=float32", "steps=6", "checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_every=4")
 
@@ -297,8 +286,6 @@ def test_resumed_on_another_mesh(parent: Path, tmp_path: Path, report: Callable[
 
 
 # ---- killed
-
-KILLS = int(os.environ.get("TWINAX_KILLS", "4"))
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
 """Rows of routing as records: what cannot be this model's, or is not what was written, is refused with the field named."""
 
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from models.config import ModelConfig, MoEConfig
-from models.routes import check_rows, from_record, not_recorded, recorded, to_record
+from models.routes import check_rows, from_json, from_record, not_recorded, recorded, to_json, to_record
 
 MOE = MoEConfig(num_experts=8, experts_per_token=3, ffn_dim=8)
 MODEL = ModelConfig(
@@ -39,6 +40,7 @@ def test_a_byte_an_id_up_to_256_experts(experts: int, k: int, dtype: str) -> Non
 
 def test_rows_come_back_as_they_were() -> None:
     for rows in (rows_of(5), rows_of(1)[:0], not_recorded(2, MODEL), np.full((1, 2, 3), 300, np.uint16)):
+        assert np.array_equal(from_json(json.loads(json.dumps(to_json(rows))), "routing"), rows)
         again = from_record(to_record(rows), "routing")
         assert again.dtype == rows.dtype and (again == rows).all() and again.shape == rows.shape
     assert len(to_record(rows_of(600))["data"]) == 600 * 6

@@ -12,13 +12,14 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import numpy as np
 import openai
 import pytest
@@ -36,7 +37,10 @@ from inference.protocol import Limits
 from inference.text import Detokenizer
 from inference.types import Completion, FinishReason, Request, Tokens
 from launch.serve import Server, bind, make_door, make_engine, settings
+from models.routes import from_json
 from models.tokenizer import CHATML, ByteTokenizer
+from sharding.deltas import checksums
+from sharding.store import WeightStore
 
 REPO = Path(__file__).parents[1]
 MODEL = REPO / "runs/models/smollm2-135m-instruct"
@@ -105,9 +109,11 @@ class Live:
 
 
 @contextmanager
-def serving(engine: Engine, *, key: str | None = None, front: Any = None, **limits: Any) -> Iterator[Live]:
+def serving(
+    engine: Engine, *, key: str | None = None, front: Any = None, store: str | None = None, **limits: Any
+) -> Iterator[Live]:
     assert isinstance(engine.tokenizer, ByteTokenizer)
-    door = make_door(engine, engine.tokenizer, "tiny", Limits(**limits), key)
+    door = make_door(engine, engine.tokenizer, "tiny", Limits(**limits), key, store)
     door.front = front or door.front
     listener = bind("127.0.0.1", 0, key)
     listener.listen()  # from now on clients can connect; they wait until the server accepts
@@ -739,6 +745,100 @@ def test_an_update_in_the_middle(engine: Engine) -> None:
         assert answer["finish_reason"] == "abort" and len(answer["ids"]) == 7
 
 
+def own_engine(engine: Engine) -> Engine:
+    """Another with the same programs, whose weights may change."""
+    _, model, sizes, _, seed = settings(Namespace(model=None, config=TINY), SMALL)
+    made, _ = make_engine(model, sizes, seed)
+    made.runner._programs = engine.runner._programs
+    return made
+
+
+def test_updates_from_a_store(engine: Engine, tmp_path: Path) -> None:
+    """While streams run: they go on, under the new version."""
+    url = f"file://{tmp_path}/"
+    store, weights = WeightStore(url, anchor_every=100), [engine.params]
+    for scale in (1.125, 0.875):
+        weights.append({name: array * jax.numpy.asarray(scale, array.dtype) for name, array in engine.params.items()})
+    store.publish(weights[0], 0)
+    store.publish(weights[1], 1, 0, weights[0])
+    with serving(own_engine(engine), store=url, key="k") as live, ThreadPoolExecutor(8) as threads:
+        follower: Any = live.door.follower
+        live.engine.config = replace(live.engine.config, decode_steps=1)
+        live.http.headers["authorization"] = "Bearer k"
+        assert live.http.get("/health").json() == {"status": "ok", "version": 0}
+        running: list[Any] = []
+        prepare = follower.prepare
+
+        def staged(*arguments: Any) -> Any:
+            """The requests begin when all is staged, and run when it comes to the swap."""
+            update = prepare(*arguments)
+            body: Any = {"max_tokens": 200, "ignore_eos": True}
+            running.extend(threads.submit(generate, live, "x" * (20 + i), **body) for i in range(8))
+            until(lambda: live.engine.num_in_flight == 8 and live.engine.stats.sampled_tokens > 16)
+            return update
+
+        follower.prepare = staged
+        answer = live.post("/update", {"version": 1, "mode": "retract"}).json()
+        follower.prepare = prepare
+        assert (answer["version"], answer["base"], answer["retracted"]) == (1, 0, 8)
+        assert answer["fetch_ms"] > 0 and answer["pause_ms"] > 0 and len(answer) == 5
+        for future in running:
+            versions = future.result(DEADLINE)["versions"]
+            assert len(versions) == 200 and versions == sorted(versions) and set(versions) == {0, 1}
+        assert live.http.get("/health").json()["version"] == 1
+        assert live.post("/update", {"version": 1}).json()["pause_ms"] == 0
+        store.rewind(0)
+        store.publish(weights[2], 1, 0, weights[0])
+        for body, status, message in (
+            ({"version": 1}, 409, "version: 1 is loaded with other bits; set restart"),
+            ({"version": 5}, 409, "version: the store does not hold 5; it holds 0, 1"),
+            ({"version": 0}, 409, "version: 0 is older than the loaded 1; set restart"),
+            ({"version": 1, "mode": "keep", "restart": True}, 400, "mode: 'keep' would read keys of weights that are gone"),
+            ({"version": -1}, 400, "version: Input should be greater than or equal to 0"),
+            ({"version": 1, "mode": "stop"}, 400, "mode: "),
+        ):
+            refused = live.post("/update", body)
+            assert refused.status_code == status and refused.json()["error"]["message"].startswith(message), refused.text
+        assert live.post("/update", {"version": 1, "restart": True}).json()["base"] == 1
+        assert checksums(live.engine.params) == checksums(weights[2])
+        assert live.http.post("/update", json={"version": 0}, headers={"authorization": ""}).status_code == 401
+
+
+def test_without_a_store_there_are_no_updates(live: Live) -> None:
+    refused = live.post("/update", {"version": 1})
+    assert refused.status_code == 409 and "start it with --store URL" in refused.text
+
+
+def test_the_newest_of_the_store_is_served(tmp_path: Path) -> None:
+    """An empty one leaves the config's own weights as version 0."""
+    _, model, sizes, _, seed = settings(Namespace(model=None, config=TINY), SMALL)
+    url = f"file://{tmp_path}/"
+    first, _ = make_engine(model, sizes, seed, url)
+    assert first.version == 0
+    store, scaled = WeightStore(url), {name: array * 2 for name, array in first.params.items()}
+    store.publish(scaled, 3)
+    late, _ = make_engine(model, sizes, seed, url)
+    assert late.version == 3 and checksums(late.params) == checksums(scaled) and not store.head().pins
+
+
+def test_generate_takes_and_gives_routing() -> None:
+    """What another process needs to go on: rows of the prompt in, rows of the rest out."""
+    _, model, sizes, _, seed = settings(Namespace(model=None, config=str(REPO / "configs/tiny_moe.py")), SMALL)
+    engine, _ = make_engine(model, sizes, seed)
+    engine.warm_up()
+    with serving(engine) as live:
+        first = generate(live, "hello", seed=1, max_tokens=4)
+        rows = from_json(first["routing"], "routing")
+        assert first["routing_start"] == 0 and len(rows) == 8
+        turn = {"prompt_ids": [*b"hello", *first["ids"]], "sampling": {"max_tokens": 3}, "routing": first["routing"]}
+        second = live.post("/generate", turn).json()
+        assert second["routing_start"] == 8 and len(from_json(second["routing"], "routing")) == 3
+        broken = {**turn, "routing": {**first["routing"], "crc32": 1}}
+        assert "routing: its bytes do not have the checksum" in live.post("/generate", broken).json()["error"]["message"]
+        many = {**turn, "prompt_ids": [1, 2]}
+        assert live.post("/generate", many).json()["error"]["param"] == "routing"
+
+
 def test_the_real_front_aborts(live: Live) -> None:
     with live.client() as client:
         stream = client.completions.create(
@@ -772,7 +872,7 @@ def test_shutdown_finishes_what_runs(engine: Engine) -> None:
         first = next(iter(stream)).choices[0].text
         live.server.handle_exit(signal.SIGTERM, None)
         until(lambda: live.door.draining)
-        assert live.http.get("/health").json() == {"status": "shutting down"}
+        assert live.http.get("/health").json() == {"status": "shutting down", "version": 0}
         with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
             client.completions.create(model="tiny", prompt="x")
         assert caught.value.status_code == 503

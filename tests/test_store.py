@@ -167,6 +167,28 @@ def test_collect_against_pinned_readers(tmp_path: Path) -> None:
     assert_version(store.fetch(9, shardings()), 9)
 
 
+def test_going_back(tmp_path: Path) -> None:
+    """A trainer resumes from version 2 and publishes 3 again, with other bits; readers of what is gone are unpinned."""
+    store = filled(f"file://{tmp_path}/", 5, anchor_every=2)
+    dead = store.head().versions[3]
+    store.pin("old", 1)
+    store.pin("new", 4)
+    for missing in (5, -1):
+        with pytest.raises(ValueError, match=f"the store does not hold {missing}"):
+            store.rewind(missing)
+    assert store.rewind(2) == [3, 4] and store.rewind(2) == []
+    head = store.head()
+    assert head.version == 2 and head.pins == {"old": 1}
+    with pytest.raises(ValueError, match="does not hold 3"):
+        store.fetch(3, shardings())
+    entry = store.publish(place(tree(7)), 3, 2, place(tree(2)))
+    assert entry.digest != dead.digest and entry.base == 2
+    assert_version(store.fetch(3, shardings()), 7)
+    store.collect()
+    assert not any((tmp_path / dead.key).rglob("*")), "the dead one's keys go once the head has passed it"
+    assert_version(store.catch_up(place(tree(2)), 2, 3), 7)
+
+
 def test_publishing_again_is_a_no_op_and_other_bits_are_refused() -> None:
     store = filled(memory(), 3, anchor_every=100)
     before = store.head()
