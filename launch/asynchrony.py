@@ -59,6 +59,9 @@ class Law:
     """tokens of a tool's output"""
     wait_s: tuple[float, float, int] = (0, 0, 0)
     decode_steps: int = 256
+    slots: int = 256
+    sampling: float = 0.75
+    """of an engine: about what its pages hold at their mean length in flight, as more would only be preempted"""
 
     def draw(self, seed: int, number: int) -> list[list[Turn]]:
         """The samples of a task; the same for every lag."""
@@ -91,20 +94,19 @@ def lognormal(rng: np.random.Generator, law: tuple[float, float, int], normal: f
     return min(max(median * float(np.exp(sigma * drawn)), 1.0), most)
 
 
-def _math(model: Model) -> Law:
-    return Law(model, 16, 64, 1024 + 27648 + 1, (150, 0.6, 1024), (4000, 1.0, 27648))
+def _math(model: Model, slots: int) -> Law:
+    return Law(model, 16, 64, 1024 + 27648 + 1, (150, 0.6, 1024), (4000, 1.0, 27648), slots=slots)
 
 
 LAWS = {
-    "math_1_5b": _math(DISTILL_1_5B),
-    "math_8b": _math(QWEN3_8B),
+    "math_1_5b": _math(DISTILL_1_5B, 256),
+    "math_8b": _math(QWEN3_8B, 64),
     "agent_8b": Law(
-        QWEN3_8B, 8, 32, 32768, (1500, 0.5, 4096), (300, 0.8, 4096), (8, 0.6, 40), (400, 1.0, 8192), (2, 1.2, 300), 64
+        QWEN3_8B, 8, 32, 32768, (1500, 0.5, 4096), (300, 0.8, 4096), (8, 0.6, 40), (400, 1.0, 8192), (2, 1.2, 300), 64, 64
     ),
 }
 SIZES = {"full": {"chips": 16, "steps": 16, "shrink": 1}, "small": {"chips": 4, "steps": 6, "shrink": 8}}
 """chips; steps that are measured, after lag + 2; by what a chip's samples are divided"""
-SLOTS = 256
 
 
 class Books:
@@ -131,13 +133,13 @@ class World:
 
     def __init__(self, law: Law, *, lag: int, chips: int, colocated: bool, batch: int, last: int, seed: int):
         self.clock, self.chips, self.lag, self.colocated = Clock(), chips, lag, colocated
-        sampling = chips if colocated else chips * 3 // 4
-        options = {"max_slots": SLOTS, "max_context": law.context, "decode_steps": law.decode_steps}
+        sampling = chips if colocated else round(chips * law.sampling)
+        options = {"max_slots": law.slots, "max_context": law.context, "decode_steps": law.decode_steps}
         self.engines = [Engine(law.model, Chip(), self.clock, **options) for _ in range(sampling)]
         self.trainer = Trainer(law.model, Chip(), self.clock, chips if colocated else chips - sampling, self.engines)
         self.books = Books()
         self.buffer = Buffer(lag=lag, batch=batch, last=last)
-        sampler = Sampler(self.engines, self.trainer, lambda number: law.draw(seed, number), law.sampled[2])
+        sampler = Sampler(self.engines, self.trainer, lambda number: law.draw(seed, number), law.sampled[2], law.slots)
         self.loop = Orchestrator(self.buffer, sampler, self.trainer, self.books, 0, clock=lambda: self.clock.now)
 
     def counts(self) -> dict[str, float]:

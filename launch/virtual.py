@@ -7,6 +7,7 @@ that runs is retracted and prefilled again. Token ids are dummies; only lengths 
 
 import heapq
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from inference.types import FinishReason, Request, SamplingParams
 from rl.buffer import Group
 from rl.rollout import Rollout
 
-PAGE = 128
+PAGE = 256
+"""tokens; larger than an engine's own, so that the books of a run of millions of tokens are quick"""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Engine:
     def __init__(self, model: Model, chip: Chip, clock: Clock, *, max_slots: int, max_context: int, decode_steps: int):
         self.model, self.chip, self.clock, self.decode_steps = model, chip, clock, decode_steps
         self.scheduler = Scheduler(
-            num_pages=chip.pages(model), page_size=PAGE, max_slots=max_slots, max_context=max_context, tokens_per_step=8192
+            num_pages=chip.pages(model), page_size=PAGE, max_slots=max_slots, max_context=max_context, tokens_per_step=16384
         )
         self.mine: dict[Running, Conversation] = {}
         self.version = 0
@@ -253,10 +255,12 @@ class Sampler:
     Args:
         draw: the turns of a task's samples.
         max_tokens: cap of one turn, which the scheduler knows; when a turn really ends it does not.
+        at_once: conversations on an engine, those that wait for tools included. With more, what they wait with is evicted.
     """
 
-    def __init__(self, engines: Sequence[Engine], trainer: Trainer, draw: Any, max_tokens: int):
+    def __init__(self, engines: Sequence[Engine], trainer: Trainer, draw: Any, max_tokens: int, at_once: int):
         self.engines, self.trainer, self._draw, self._max_tokens = engines, trainer, draw, max_tokens
+        self._at_once, self._queue = at_once, deque[Conversation]()
         self._clock = trainer.clock
         self._load = [0] * len(engines)
         self._home: dict[int, int] = {}
@@ -277,11 +281,17 @@ class Sampler:
                 self._count += 1
                 each = Conversation(self._count, group, turns, prompt * turns[0].added)
                 self._unfinished[group.number].append(each)
-                at = min(range(len(self.engines)), key=self._load.__getitem__)
-                self._home[each.name] = at
-                self._load[at] += 1
-                self.engines[at].add(each, self._max_tokens)
+                self._queue.append(each)
             self._missing[group.number] = len(self._unfinished[group.number])
+            self._fill()
+
+    def _fill(self) -> None:
+        """Conversations begin, in order, each on the engine with the fewest."""
+        while self._queue and min(self._load) < self._at_once:
+            each, at = self._queue.popleft(), self._load.index(min(self._load))
+            self._home[each.name] = at
+            self._load[at] += 1
+            self.engines[at].add(each, self._max_tokens)
 
     def poll(self) -> list[tuple[Group, Sequence[Rollout], int]]:
         """To the next moment at which anything happens."""
@@ -299,6 +309,7 @@ class Sampler:
             while self._tools and self._tools[0][0] <= self._clock.now:
                 each = heapq.heappop(self._tools)[2]
                 self.engines[self._home[each.name]].add(each, self._max_tokens)
+            self._fill()
             return [(group, cast(list[Rollout], own), min(each.oldest or 0 for each in own)) for group, own in done]
 
     def _turned(self, each: Conversation) -> list[tuple[Group, list[Conversation]]]:
