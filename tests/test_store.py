@@ -307,6 +307,10 @@ def test_mistakes_of_the_url_and_numbers() -> None:
         WeightStore("memory://x")
     with pytest.raises(ValueError, match="anchor_every, keep: must be at least 1"):
         WeightStore("memory://x/", anchor_every=0)
+
+
+def test_a_pin_during_a_publish_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that starts late pins a version between the publisher's look at the head and its swap."""
     store = filled(memory(), 2, anchor_every=9)
     swap = store._swap
 
