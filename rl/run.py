@@ -122,6 +122,7 @@ def export(trainer: Trainer, source: Path | None, directory: Path, fused_experts
 
 
 def _mesh(placement: Placement, side: str) -> tuple[Mesh, Rules]:
+    assert placement.first_device >= 0, "placed() says where the trainer begins"
     devices = jax.devices()[placement.first_device :]
     try:
         return make_mesh(placement.mesh, devices), Rules(dict(placement.rules))
