@@ -1,19 +1,20 @@
 """`launch.bench async`: what it gains to sample beside training, by lag, on a virtual clock (`launch/virtual.py`).
 
-The loop, buffer and scheduler are the real ones; devices are a cost model of H100s. The laws, fixed before any result was seen:
+The loop, buffer and schedulers are the real ones; devices are a cost model of H100s. The laws, fixed before any result:
 
-math_1_5b   AReaL's published setting (Fu et al., arXiv 2505.24298) of its 2.77x: DeepSeek-R1-Distill-Qwen-1.5B, 16 samples a
-            prompt, 64 a chip and step (512 prompts on 128 chips there), answers up to 27,648 tokens; log-normal, median 4,000,
-            sigma 1
-math_8b     the same law of lengths with Qwen3-8B
-agent_8b    Qwen3-8B, 8 samples a task, 32 a chip and step, a log-normal number of turns (median 8, sigma 0.6, at most 40),
-            tokens of a turn (300, 0.8), outputs of tools (400, 1.0), their seconds (2, 1.2, at most 300), context 32,768
+math    AReaL's published setting (Fu et al., arXiv 2505.24298) of its 2.77x: DeepSeek-R1-Distill-Qwen-1.5B, 16 samples a task,
+        64 a chip and step (512 tasks on 128 chips there), answers up to 27,648 tokens; log-normal, median 4,000, sigma 1
+agent   Qwen3-8B, 8 samples a task, 32 a chip and step, a log-normal number of turns (median 8, sigma 0.6, at most 40), tokens
+        of a turn (300, 0.8), outputs of tools (400, 1.0) and their seconds (2, 1.2, at most 300), a context of 32,768
 
-Half of the variance of lengths is the task's and half the sample's. 16 chips, an engine on each. `colocated`: lag 0, all chips
-sample, then all train. `split`: lag 0 on the split that lags above 0 have: three quarters sample, one quarter trains.
+Half of the variance of lengths is the task's and half the sample's. 8 chips, an engine on each that samples. `colocated`: lag
+0, all chips sample, then all train. `split`: some sample, the others train, lag 0 too. Chosen by trying: the split (math 6 +
+2, agent 5 + 3) and how many conversations an engine has at once.
 
-    speedup_over_sync    samples trained per virtual second over those of `colocated`, without the beginning of each run
-    idle_share           of the chips' time: rollout and trainer chips (of `colocated` both are all), and all chips
+    speedup_over_sync    over `colocated`, after lag + 2 steps: the smaller of the ratio of samples trained and that of tokens
+                         sampled in the time, so that a queue that fills, or empties, gains nothing
+    speedup_over_split   the same over lag 0 of `split`: what a disjoint trainer gains by not waiting
+    idle_share           of the chips' time: of those that sample, of those that train (of `colocated` both are all), of all
     again_share          tokens computed again, as an update or a full pool took their keys, of all that are computed
     host_us_per_group    real time in the loop itself, outside the simulated sides
 """
@@ -27,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from launch.virtual import Chip, Clock, Engine, Model, Sampler, Trainer, Turn
+from launch.costs import Chip, Model
+from launch.virtual import Clock, Engine, Sampler, Trainer, Turn
 from rl.buffer import Buffer
 from rl.orchestrator import Orchestrator
 
@@ -41,7 +43,7 @@ QWEN3_8B = Model(parameters=8.19e9, kv_bytes=2 * 36 * 8 * 128 * 2, attention_flo
 """L 36, 32 heads, 8 kv heads, head dim 128"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Law:
     """Log-normal quantities are (median, sigma, most)."""
 
@@ -54,11 +56,15 @@ class Law:
     prompt: tuple[float, float, int]
     sampled: tuple[float, float, int]
     """tokens of a turn"""
+    decode_steps: int
+    at_once: int
+    """conversations on an engine; more than its pages hold would only be preempted"""
+    sampling: float
+    """share of the chips"""
     turns: tuple[float, float, int] = (1, 0, 1)
     output: tuple[float, float, int] = (0, 0, 0)
     """tokens of a tool's output"""
     wait_s: tuple[float, float, int] = (0, 0, 0)
-    decode_steps: int = 256
 
     def draw(self, seed: int, number: int) -> list[list[Turn]]:
         """The samples of a task; the same for every lag."""
@@ -91,20 +97,35 @@ def lognormal(rng: np.random.Generator, law: tuple[float, float, int], normal: f
     return min(max(median * float(np.exp(sigma * drawn)), 1.0), most)
 
 
-def _math(model: Model) -> Law:
-    return Law(model, 16, 64, 1024 + 27648 + 1, (150, 0.6, 1024), (4000, 1.0, 27648))
-
-
 LAWS = {
-    "math_1_5b": _math(DISTILL_1_5B),
-    "math_8b": _math(QWEN3_8B),
-    "agent_8b": Law(
-        QWEN3_8B, 8, 32, 32768, (1500, 0.5, 4096), (300, 0.8, 4096), (8, 0.6, 40), (400, 1.0, 8192), (2, 1.2, 300), 64
+    "math": Law(
+        model=DISTILL_1_5B,
+        samples=16,
+        per_chip=64,
+        context=1024 + 27648 + 1,
+        prompt=(150, 0.6, 1024),
+        sampled=(4000, 1.0, 27648),
+        decode_steps=256,
+        at_once=256,
+        sampling=6 / 8,
+    ),
+    "agent": Law(
+        model=QWEN3_8B,
+        samples=8,
+        per_chip=32,
+        context=32768,
+        prompt=(1500, 0.5, 4096),
+        sampled=(300, 0.8, 4096),
+        turns=(8, 0.6, 40),
+        output=(400, 1.0, 8192),
+        wait_s=(2, 1.2, 300),
+        decode_steps=64,
+        at_once=32,
+        sampling=5 / 8,
     ),
 }
-SIZES = {"full": {"chips": 16, "steps": 16, "shrink": 1}, "small": {"chips": 4, "steps": 6, "shrink": 8}}
+SIZES = {"full": {"chips": 8, "steps": 6, "shrink": 1}, "small": {"chips": 4, "steps": 6, "shrink": 8}}
 """chips; steps that are measured, after lag + 2; by what a chip's samples are divided"""
-SLOTS = 256
 
 
 class Books:
@@ -131,13 +152,13 @@ class World:
 
     def __init__(self, law: Law, *, lag: int, chips: int, colocated: bool, batch: int, last: int, seed: int):
         self.clock, self.chips, self.lag, self.colocated = Clock(), chips, lag, colocated
-        sampling = chips if colocated else chips * 3 // 4
-        options = {"max_slots": SLOTS, "max_context": law.context, "decode_steps": law.decode_steps}
+        sampling = chips if colocated else round(chips * law.sampling)
+        options = {"max_slots": law.at_once, "max_context": law.context, "decode_steps": law.decode_steps}
         self.engines = [Engine(law.model, Chip(), self.clock, **options) for _ in range(sampling)]
         self.trainer = Trainer(law.model, Chip(), self.clock, chips if colocated else chips - sampling, self.engines)
         self.books = Books()
         self.buffer = Buffer(lag=lag, batch=batch, last=last)
-        sampler = Sampler(self.engines, self.trainer, lambda number: law.draw(seed, number), law.sampled[2])
+        sampler = Sampler(self.engines, self.trainer, lambda number: law.draw(seed, number), law.sampled[2], law.at_once)
         self.loop = Orchestrator(self.buffer, sampler, self.trainer, self.books, 0, clock=lambda: self.clock.now)
 
     def counts(self) -> dict[str, float]:
@@ -207,7 +228,8 @@ def compare(law: Law, sizes: Mapping[str, int]) -> dict[str, Any]:
     sync, _ = play(law, sizes, 0, colocated=True)
     runs = [play(law, sizes, lag, colocated=False)[0] for lag in LAGS]
     for run in (sync, *runs):
-        run["speedup_over_sync"] = run["samples_per_s"] / sync["samples_per_s"]
+        for name, other in (("sync", sync), ("split", runs[0])):
+            run[f"speedup_over_{name}"] = min(run[rate] / other[rate] for rate in ("samples_per_s", "tokens_per_s"))
     best = max(runs, key=lambda run: run["speedup_over_sync"])
     return {
         "speedup_over_sync": best["speedup_over_sync"],

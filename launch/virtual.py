@@ -1,12 +1,12 @@
-"""Engines and a trainer whose device is a clock: the real scheduler decides, and a cost model says how long each step takes.
+"""Engines and a trainer whose device is a clock: the real scheduler decides, and `launch.costs` says how long each step takes.
 
-A step of an engine takes the longer of reading its weights and computing its tokens, then reading keys and values, then a
-fixed time. What the scheduler plans is what happens: slots, pages, chunks, the prefix tree, preemption, and at an update all
-that runs is retracted and prefilled again. Token ids are dummies; only lengths matter.
+What the scheduler plans is what happens: slots, pages, chunks, the prefix tree, preemption, and at an update all that runs is
+retracted and prefilled again. Token ids are dummies; only lengths matter.
 """
 
 import heapq
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,63 +15,9 @@ from typing import Any, cast
 from inference.scheduler import Plan, Scheduler
 from inference.sequence import Sequence as Running
 from inference.types import FinishReason, Request, SamplingParams
+from launch.costs import PAGE, Chip, Model
 from rl.buffer import Group
 from rl.rollout import Rollout
-
-PAGE = 128
-
-
-@dataclass(frozen=True)
-class Model:
-    """bfloat16. `parameters`, keys and values of a token (bytes), and FLOPs of a token's attention to one other (forward)."""
-
-    parameters: float
-    kv_bytes: int
-    attention_flops: float
-
-
-@dataclass(frozen=True)
-class Chip:
-    """H100 SXM: NVIDIA's data sheet. The shares are what serving and training stacks reach on it."""
-
-    peak: float = 989e12
-    """FLOP/s of dense bfloat16 products"""
-    bandwidth: float = 3.35e12
-    """bytes/s of HBM"""
-    memory: float = 80e9
-    usable: float = 0.85
-    """of the memory, for weights and pages; the rest is for activations and programs"""
-    read_share: float = 0.8
-    """of the bandwidth, in decode steps"""
-    prefill_share: float = 0.5
-    """of the peak, in extends"""
-    train_share: float = 0.4
-    """of the peak, in a training step (6N a token)"""
-    step_s: float = 1.5e-3
-    """host and launches, each step of an engine"""
-    optimizer_s: float = 2.0
-    """fixed part of a training step"""
-    swap_s: float = 1.0
-    """an engine's pause at an update: gathering the new weights and swapping them in"""
-
-    def pages(self, model: Model) -> int:
-        return int((self.memory * self.usable - 2 * model.parameters) / (model.kv_bytes * PAGE))
-
-    def engine_step(self, model: Model, tokens: float, context: float, attended: float) -> float:
-        """Seconds of one step on `tokens` tokens.
-
-        Args:
-            context: tokens whose keys and values are read.
-            attended: pairs of tokens in extends' attention.
-        """
-        flops = 2 * model.parameters * tokens + model.attention_flops * attended
-        read = 2 * model.parameters / (self.bandwidth * self.read_share)
-        kv = context * model.kv_bytes / (self.bandwidth * self.read_share)
-        return max(read, flops / (self.peak * self.prefill_share)) + kv + self.step_s
-
-    def train_step(self, model: Model, lengths: Sequence[int], chips: int) -> float:
-        flops = sum(6 * model.parameters * n + 3 * model.attention_flops * n * n / 2 for n in lengths)
-        return flops / (chips * self.peak * self.train_share) + self.optimizer_s
 
 
 class Clock:
@@ -120,7 +66,7 @@ class Engine:
     def __init__(self, model: Model, chip: Chip, clock: Clock, *, max_slots: int, max_context: int, decode_steps: int):
         self.model, self.chip, self.clock, self.decode_steps = model, chip, clock, decode_steps
         self.scheduler = Scheduler(
-            num_pages=chip.pages(model), page_size=PAGE, max_slots=max_slots, max_context=max_context, tokens_per_step=8192
+            num_pages=chip.pages(model), page_size=PAGE, max_slots=max_slots, max_context=max_context, tokens_per_step=16384
         )
         self.mine: dict[Running, Conversation] = {}
         self.version = 0
@@ -253,10 +199,12 @@ class Sampler:
     Args:
         draw: the turns of a task's samples.
         max_tokens: cap of one turn, which the scheduler knows; when a turn really ends it does not.
+        at_once: conversations on an engine, those that wait for tools included. With more, what they wait with is evicted.
     """
 
-    def __init__(self, engines: Sequence[Engine], trainer: Trainer, draw: Any, max_tokens: int):
+    def __init__(self, engines: Sequence[Engine], trainer: Trainer, draw: Any, max_tokens: int, at_once: int):
         self.engines, self.trainer, self._draw, self._max_tokens = engines, trainer, draw, max_tokens
+        self._at_once, self._queue = at_once, deque[Conversation]()
         self._clock = trainer.clock
         self._load = [0] * len(engines)
         self._home: dict[int, int] = {}
@@ -277,11 +225,17 @@ class Sampler:
                 self._count += 1
                 each = Conversation(self._count, group, turns, prompt * turns[0].added)
                 self._unfinished[group.number].append(each)
-                at = min(range(len(self.engines)), key=self._load.__getitem__)
-                self._home[each.name] = at
-                self._load[at] += 1
-                self.engines[at].add(each, self._max_tokens)
+                self._queue.append(each)
             self._missing[group.number] = len(self._unfinished[group.number])
+            self._fill()
+
+    def _fill(self) -> None:
+        """Conversations begin, in order, each on the engine with the fewest."""
+        while self._queue and min(self._load) < self._at_once:
+            each, at = self._queue.popleft(), self._load.index(min(self._load))
+            self._home[each.name] = at
+            self._load[at] += 1
+            self.engines[at].add(each, self._max_tokens)
 
     def poll(self) -> list[tuple[Group, Sequence[Rollout], int]]:
         """To the next moment at which anything happens."""
@@ -299,6 +253,7 @@ class Sampler:
             while self._tools and self._tools[0][0] <= self._clock.now:
                 each = heapq.heappop(self._tools)[2]
                 self.engines[self._home[each.name]].add(each, self._max_tokens)
+            self._fill()
             return [(group, cast(list[Rollout], own), min(each.oldest or 0 for each in own)) for group, own in done]
 
     def _turned(self, each: Conversation) -> list[tuple[Group, list[Conversation]]]:
