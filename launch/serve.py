@@ -161,7 +161,7 @@ def make_engine(section: ModelSection, sizes: EngineSection, seed: int, store: s
     ones: the same bits that a trainer of this config publishes first."""
     model, source, tokenizer = make_model(section)
     mesh, rules = make_mesh(sizes.mesh, jax.devices()[sizes.first_device :]), Rules(dict(sizes.rules))
-    dtype, unrolled = jnp.dtype(section.dtype), describe(model, stacked=False)
+    dtype, unrolled = jnp.dtype(sizes.dtype or section.dtype), describe(model, stacked=False)
     if store is not None and (found := newest(store, reader_name(), rules.shardings(mesh, unrolled))) is not None:
         version, params = found
     else:

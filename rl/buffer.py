@@ -98,8 +98,13 @@ class Buffer:
         del (self.running if group.number in self.running else self.finished)[group.number]
 
     def stale(self, version: int) -> list[Group]:
-        """Finished groups that no step may take any more: of another bound, or of steps that a resumed run makes anew."""
-        return [group for group in self.finished.values() if version - group.oldest > self.lag]
+        """Finished groups that no step can take in time, oldest first: a resumed run may have another bound, or more old groups
+        than it would ever have issued."""
+        order = enumerate(self._oldest_first())
+        return [group for place, group in order if version + place // self.batch - group.oldest > self.lag]
+
+    def _oldest_first(self) -> list[Group]:
+        return sorted(self.finished.values(), key=lambda group: (group.oldest, group.number))
 
     def take(self, version: int) -> list[Group] | None:
         """What the step after `version` trains on, in order of number; None while it has to wait.
@@ -110,7 +115,7 @@ class Buffer:
         assert not self.taken and not self.stale(version), "one step at a time, and none of what is stale"
         if len(self.finished) < self.batch:
             return None
-        oldest_first = sorted(self.finished.values(), key=lambda group: (group.oldest, group.number))
+        oldest_first = self._oldest_first()
         taken, left = oldest_first[: self.batch], [*oldest_first[self.batch :], *self.running.values()]
         due = np.bincount(np.array([max(group.oldest + self.lag - version, 0) for group in left], int), minlength=self.lag + 1)
         if np.any(np.cumsum(due) > self.batch * np.arange(len(due))):

@@ -211,7 +211,7 @@ class OrchestratorSection:
     processes: bool = False
     """each engine is a server in a process of its own; weights reach it through the store"""
     store: str = ""
-    """URL of the weight store, for engines in processes; empty: the folder `weights` of the run"""
+    """URL below which the weight store is, for engines in processes; empty: the folder `weights` of the run"""
     anchor_every: int = 25
     """versions from one full copy in the store to the next"""
     workers: int = 0
@@ -268,6 +268,8 @@ class RunConfig:
             errors.append(f"model.dtype: {self.model.dtype!r} is unknown; use one of {DTYPES}")
         if self.orchestrator.mode not in ("retract", "keep"):
             errors.append(f"orchestrator.mode: {self.orchestrator.mode!r} is unknown; use 'retract' or 'keep'")
+        if self.orchestrator.store and not self.orchestrator.store.endswith("/"):
+            errors.append(f"orchestrator.store: {self.orchestrator.store!r} must end in a slash, as it is a folder")
         if self.engine.dtype not in ("", *DTYPES):
             errors.append(f"engine.dtype: {self.engine.dtype!r} is unknown; leave it out, or use one of {DTYPES}")
         if not TEMPERATURES[0] <= self.rollout.temperature <= TEMPERATURES[1]:

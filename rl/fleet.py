@@ -4,6 +4,7 @@ Local    in this process:    reshard onto their devices -> swap
 Served   in their own:       a delta into the store -> each fetches and stages it -> swap
 """
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -21,6 +22,9 @@ from rl.trainer import Trainer
 from sharding.reshard import reshard
 from sharding.rules import Weight
 from sharding.store import WeightStore
+
+API_KEY = "TWINAX_API_KEY"
+"""where `launch.serve` looks for the key that its clients must send"""
 
 
 class Fleet(Protocol):
@@ -108,7 +112,8 @@ class Served:
         shardings: Mapping[str, Sharding],
         dtype: DTypeLike,
     ):
-        self._processes = [EngineProcess(command) for _ in range(count)]
+        self._key = secrets.token_urlsafe()
+        self._processes = [EngineProcess(command, environment={API_KEY: self._key}) for _ in range(count)]
         self._open, self.mode, self._weights, self._shardings, self._dtype = store, mode, weights, shardings, dtype
         self.engines: list[ServedEngine] = []
         self._last: tuple[int, dict[str, jax.Array]] | None = None
@@ -120,20 +125,19 @@ class Served:
     def start(self, trainer: Trainer) -> None:
         self.stage(trainer)
         with ThreadPoolExecutor(len(self._processes)) as pool:
-            self.engines = list(pool.map(lambda process: ServedEngine(process, mode=self.mode), self._processes))
+            self.engines = list(pool.map(lambda process: ServedEngine(process, key=self._key, mode=self.mode), self._processes))
 
     def stage(self, trainer: Trainer) -> int:
         store, version = self._open(), trainer.step
-        head = store.head()
-        if self._last is None and head.version is not None:  # of this run, before it was broken off
-            store.rewind(version if version in head.versions else None)
-        base = store.head().version
-        if self._last is None or self._last[0] != version:
-            params = published_params(trainer, self._weights, self._shardings, self._dtype)
-            old = self._last[1] if self._last is not None and self._last[0] == base else None
-            store.publish(params, version, base if base != version else None, old)
-            self._last = version, params
-            store.collect()
+        if self._last is not None and self._last[0] == version:
+            return version
+        base, old = self._last or (None, None)
+        if base is None:  # what is there is of this run before it was broken off, and may be of steps that are made again
+            store.rewind(None)
+        params = published_params(trainer, self._weights, self._shardings, self._dtype)
+        store.publish(params, version, base, old)
+        self._last = version, params
+        store.collect()
         return version
 
     def swap(self, staged: int) -> float:

@@ -130,9 +130,13 @@ class Journal:
         finally:
             self._db.execute("PRAGMA synchronous = NORMAL")
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, keep: bool = True) -> None:
         """The run goes on from the checkpoint of `step`: later training and drops are undone, and what was running, or was
-        sampled with later weights, waits to be issued again."""
+        sampled with later weights, waits to be issued again.
+
+        Args:
+            keep: finished groups that older weights sampled; else they are made again too.
+        """
         with self._transaction():
             undone, why = "trained_step > ? OR dropped_step > ?", f"the run went on from step {step}"
             self._note("undone", undone, (step, step), reason=why)
@@ -141,8 +145,9 @@ class Journal:
                 (step, step),
             )
             lost = f"{OPEN} AND issued IS NOT NULL AND (finished IS NULL OR newest > ?)"
-            self._note("lost", lost, (step,), reason=why)
-            self._db.execute(f"UPDATE tasks SET {NOT_ISSUED} WHERE {lost}", (step,))
+            newest = step if keep else -1
+            self._note("lost", lost, (newest,), reason=why)
+            self._db.execute(f"UPDATE tasks SET {NOT_ISSUED} WHERE {lost}", (newest,))
 
     def adopt(self, cursor: int, pending: Sequence[int]) -> None:
         """Takes over from a run, or a part of one, that this journal has no rows of: numbers below `cursor` are done, but for

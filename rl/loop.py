@@ -5,8 +5,8 @@
     after each step: metrics line -> evaluation -> checkpoint
 
 Everything random derives from (seed, version at issue, task, sample), so a run of lag 0 that was killed goes on from its last
-checkpoint exactly as if it had not been: what was recorded past that checkpoint is dropped, and made again. With a lag, groups
-that were finished by then are trained on as they are, and those in flight are sampled anew. Either way no task is lost and none
+checkpoint exactly as if it had not been: what came after that checkpoint is made again. With a lag, groups that were finished
+by then are trained on as they are, and those in flight are sampled anew. Either way no task is lost and none
 is trained on twice.
 """
 
@@ -222,6 +222,14 @@ def _task_steps(
     """Supervised steps, then those of rollouts."""
     config = run.config
     yield from _steps(run, start, min(config.warmup.steps, total), partial(_answers, run))
+    restored = []
+    for row in journal.finished():
+        assert row.version is not None and row.oldest is not None and row.file is not None, row
+        rollouts = recorded(directory / row.file, run.environment)
+        if all(rollout.reward is None for rollout in rollouts):  # the run was broken off before it was dropped, or went back
+            journal.drop(row.number, "unscored", max(start, config.warmup.steps) + 1)
+        else:
+            restored.append(Group(row.number, row.version, row.oldest, rollouts))
     buffer = Buffer(
         lag=config.orchestrator.lag,
         batch=config.rollout.prompts,
@@ -229,9 +237,8 @@ def _task_steps(
         cursor=journal.cursor(),
         pending=journal.pending(),
     )
-    for row in journal.finished():
-        assert row.version is not None and row.oldest is not None and row.file is not None, row
-        buffer.restore(Group(row.number, row.version, row.oldest, recorded(directory / row.file, run.environment)))
+    for group in restored:
+        buffer.restore(group)
     sampler = GroupSampler(run, records, journal)
     show = partial(_show, run, reporter)
     with closing(BatchLearner(run, show, beside=config.orchestrator.lag > 0)) as learner:

@@ -3,8 +3,8 @@
     issue groups, while there is capacity -> a step of sampling -> train, when a batch is ready -> publish -> issue ...
 
     who          waits for                                        is waited for by                    in metrics.jsonl
-    rollouts     capacity: a published version (or nothing to     the trainer                         wait/rollout_s
-                 do, as all episodes wait for environments)
+    rollouts     capacity, when no group is running: a            the trainer                         wait/rollout_s
+                 published version
     the trainer  a batch: finished groups, and old ones that      rollouts, once they are lag         wait/trainer_s
                  would else come too late                         versions ahead
     publish      the optimizer step; the step boundary of the     the capacity that a version gives   time/publish_s

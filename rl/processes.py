@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
@@ -29,13 +29,18 @@ class EngineProcess:
 
     Args:
         command: prints its address as the first line of standard output, once it answers.
+        environment: variables that it has besides this process's.
         seconds: that it may take to do so.
         most: restarts without a finished request in between.
     """
 
-    def __init__(self, command: Sequence[str], *, seconds: float = 600.0, most: int = 3):
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, seconds: float = 600.0, most: int = 3
+    ):
         self.command, self._seconds, self._most = list(command), seconds, most
+        self._environment = os.environ | dict(environment or {})
         self._restarts = 0
+        self._ended = False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (`close` does)
         self._popen: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -60,7 +65,7 @@ class EngineProcess:
         """
         PIPE = subprocess.PIPE
         self._popen = popen = subprocess.Popen(
-            self.command, stdin=PIPE, stdout=PIPE, stderr=self._log, bufsize=0, start_new_session=True
+            self.command, stdin=PIPE, stdout=PIPE, stderr=self._log, bufsize=0, start_new_session=True, env=self._environment
         )
         assert popen.stdout is not None
         end, line = time.monotonic() + self._seconds, b""
@@ -85,6 +90,8 @@ class EngineProcess:
         """
         self.stop()
         while True:
+            if self._ended:
+                raise EngineDied(f"{' '.join(self.command)}: was ended")
             if self._restarts == self._most:
                 raise EngineDied(
                     f"{' '.join(self.command)}: died, and {self._most} restarts finished no request; it said: {self.tail()}"
@@ -92,6 +99,13 @@ class EngineProcess:
             self._restarts += 1
             with suppress(EngineDied):  # the next one, or the error above, which has what it said
                 return self.start()
+
+    def end(self) -> None:
+        """Kills it, whatever another thread does to start it, and lets nobody start it again."""
+        self._ended = True
+        if (popen := self._popen) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(popen.pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """Kills it."""
@@ -147,8 +161,8 @@ class ServedEngine:
         ValueError: the server refuses a request.
         """
         if self._coming is not None:
-            with suppress(TimeoutError):
-                self._take(self._coming.result(0.02))
+            if wait([self._coming], 0.02).done:
+                self._take(self._coming.result())
             return []
         done = self._remote.step()
         if done:
@@ -174,6 +188,7 @@ class ServedEngine:
         return answer
 
     def close(self) -> None:
+        self.process.end()
         self._starter.shutdown()
         self._remote.close()
         self.process.close()
@@ -185,19 +200,21 @@ class ServedEngine:
 
     def _again(self) -> RemoteEngine:
         while True:
-            remote = RemoteEngine(self.process.restart(), key=self._key)
+            url, remote = self.process.restart(), None
             try:
-                while remote.version != (version := self.version):
-                    remote.update(version, self._mode, restart=remote.version > version)
+                remote = RemoteEngine(url, key=self._key)
+                while remote.version != (version := self.version):  # nothing is in flight there
+                    remote.update(version, "retract", restart=remote.version > version)
                 return remote
             except EngineDied:
-                remote.close()
+                if remote is not None:
+                    remote.close()
 
     def _take(self, remote: RemoteEngine) -> None:
         old, self._remote, self._coming = self._remote, remote, None
-        old.close()
         if remote.version != self.version:
             self.update(self.version)
         waiting, self._waiting = self._waiting, {}
         for request in waiting.values():
             self.submit(request)
+        old.close()

@@ -21,6 +21,8 @@ from models.routes import from_json, to_json
 MOST_WAITS = 5
 """for a server that is shutting down, before it counts as gone"""
 POLL_SECONDS = 0.02
+LONGEST_ANSWER = 3600.0
+"""seconds; a server that is silent for longer counts as gone"""
 
 
 class EngineDied(RuntimeError):
@@ -31,7 +33,7 @@ class RemoteEngine:
     """Args:
     url: that the server has printed.
     key: its API key, if it has one.
-    seconds: an answer that takes longer is lost.
+    seconds: that anything but an answer to /generate may take.
 
     Raises:
         EngineDied: it does not answer.
@@ -51,7 +53,7 @@ class RemoteEngine:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=seconds, trust_env=False)
-        self._seconds = seconds
+        self._seconds, self._longest = seconds, httpx.Timeout(seconds, read=LONGEST_ANSWER)
         try:
             self._version = int(self._call("GET", "/health")["version"])
         except BaseException:
@@ -167,10 +169,10 @@ class RemoteEngine:
         waits, drains = 0, 0
         try:
             while True:
-                response = await self._http.post("/generate", json=body)
-                if response.status_code == 503 and "failed" not in response.text:
-                    drains += 1
-                if response.status_code != 429 and not 0 < drains <= MOST_WAITS:
+                response = await self._http.post("/generate", json=body, timeout=self._longest)
+                draining = response.status_code == 503 and "failed" not in response.text
+                drains += draining
+                if response.status_code != 429 and not (draining and drains <= MOST_WAITS):
                     break
                 await asyncio.sleep(min(1.0, 0.05 * 2**waits))
                 waits = min(waits + 1, 8)

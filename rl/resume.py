@@ -87,10 +87,7 @@ def go_on(journal: Journal, step: int, place: Place, keep: bool) -> None:
     """
     if journal.cursor() == 0:
         journal.adopt(place.cursor, place.pending)
-    journal.rewind(step)
-    if not keep:
-        for row in journal.finished():
-            journal.retry(row.number, f"made again after step {step}")
+    journal.rewind(step, keep)
 
 
 def save(run: Run | DataRun, checkpoints: Checkpoints, config_json: str, step: int, place: Place) -> None:

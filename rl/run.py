@@ -122,6 +122,7 @@ def export(trainer: Trainer, source: Path | None, directory: Path, fused_experts
 
 
 def _mesh(placement: Placement, side: str) -> tuple[Mesh, Rules]:
+    assert placement.first_device >= 0, "placed() says where the trainer begins"
     devices = jax.devices()[placement.first_device :]
     try:
         return make_mesh(placement.mesh, devices), Rules(dict(placement.rules))
@@ -232,7 +233,12 @@ def placed(config: RunConfig) -> RunConfig:
         ValueError: there is a lag, and the two sides share devices.
     """
     section, engine, trainer = config.orchestrator, config.engine, config.trainer
-    if section.processes:  # they have devices of their own
+    if section.processes:
+        if jax.default_backend() != "cpu":
+            raise ValueError(
+                f"orchestrator.processes: on {jax.default_backend()} this process takes all devices, and engines in others "
+                f"would find none; set it to False: engines and trainer have devices of their own in one process"
+            )
         first = max(trainer.first_device, 0)
         section = replace(section, engines=section.engines or 1)
         return replace(config, orchestrator=section, trainer=replace(trainer, first_device=first))
@@ -258,7 +264,7 @@ def make_fleet(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Fleet
     section = config.orchestrator
     if section.processes:
         folder = (Path(config.run_dir) / config.name).absolute()
-        url = section.store or f"file://{folder}/weights/"
+        url = f"{section.store}{config.name}/" if section.store else f"file://{folder}/weights/"
         command = [sys.executable, "-m", "launch.serve", "--config", str(folder / "config.json"), "--port", "0"]
         weights = describe(model, stacked=False)
         mesh, rules = _mesh(config.trainer, "trainer")

@@ -93,11 +93,13 @@ class WeightStore:
         size = sum(array.nbytes for array in params.values()) if anchor else 0
         entry = Version(version, base if delta else None, digest, size, len(delta))
         self._stage(entry, text, delta, params if anchor else {})
-        if not self._swap(replace(head, versions={**head.versions, version: entry}), generation):
-            head = self.head()
+        while not self._swap(replace(head, versions={**head.versions, version: entry}), generation):
+            before = head.versions
+            head, generation = self._head()
             if version in head.versions and head.versions[version].digest == digest:
                 return head.versions[version]
-            raise Superseded(f"version {version}: another publisher was first, the head is version {head.version} now")
+            if head.versions != before:  # else a reader only pinned something
+                raise Superseded(f"version {version}: another publisher was first, the head is version {head.version} now")
         return entry
 
     def fetch(self, version: int, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:

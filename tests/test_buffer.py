@@ -202,3 +202,15 @@ def test_no_step_is_taken_of_what_is_stale() -> None:
     assert world.retried == [0] and max(world.lags) <= 1 and len(lines) == 4
     counts = Counter(np.concatenate(list(world.trained.values())).tolist())
     assert {0, 2} <= counts.keys() and set(counts.values()) == {1}
+
+
+def test_a_smaller_bound_gives_back_what_cannot_be_taken_in_time() -> None:
+    """Ten groups of version 0 were finished under lag 4; with lag 1 and batches of 2 only four can be trained on in time."""
+    buffer = Buffer(lag=1, batch=2, last=9, cursor=10, pending=range(10))
+    for number in range(10):
+        buffer.restore(Group(number, version=0, oldest=0, rollouts=cast(list[Rollout], [Scored()])))
+    world = World(buffer, [1], 1)
+    loop = Orchestrator(buffer, world, Side(world), world, version=0, clock=lambda: float(world.now))
+    assert len(list(loop.steps())) == 9
+    assert world.retried == list(range(4, 10)) and max(world.lags) <= 1
+    assert sorted(number for numbers in world.trained.values() for number in numbers) == list(range(18))

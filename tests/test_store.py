@@ -307,3 +307,19 @@ def test_mistakes_of_the_url_and_numbers() -> None:
         WeightStore("memory://x")
     with pytest.raises(ValueError, match="anchor_every, keep: must be at least 1"):
         WeightStore("memory://x/", anchor_every=0)
+
+
+def test_a_pin_during_a_publish_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that starts late pins a version between the publisher's look at the head and its swap."""
+    store = filled(memory(), 2, anchor_every=9)
+    swap = store._swap
+
+    def pinned_first(head: Head, generation: bytes) -> bool:
+        monkeypatch.setattr(store, "_swap", swap)
+        store.pin("late", 1)
+        return swap(head, generation)
+
+    monkeypatch.setattr(store, "_swap", pinned_first)
+    publish(store, 2)
+    assert store.head().version == 2 and store.head().pins == {"late": 1}
+    assert_version(store.fetch(2, shardings()), 2)
