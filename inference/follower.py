@@ -51,22 +51,13 @@ class Follower:
                 update.stage(self.store.catch_up(self.engine.params, have, version))
             return update
 
-    def finish(self, update: Update) -> Acknowledgement:
-        """At a step boundary.
-
-        Raises:
-            As `Update.swap`.
-        """
-        update.swap()
-        return update.acknowledge()
-
     def update(self, version: int, mode: str = "retract", restart: bool = False) -> Acknowledgement:
         """Brings the engine to exactly this version, where nobody else touches it meanwhile.
 
         Raises:
-            As `prepare` and `finish`. The engine serves what it served then.
+            As `prepare` and `Update.swap`. The engine serves what it served then.
         """
-        return self.finish(self.prepare(version, mode, restart))
+        return self.prepare(version, mode, restart).finish()
 
     def _has(self, entry: Version | None) -> bool:
         """Whether the engine has what the store means by its version: after a trainer went back, the number does not say."""

@@ -107,8 +107,7 @@ class AsyncEngine:
         async with self._updating:
             update = await asyncio.to_thread(prepare)
             async with self._between_steps():
-                await asyncio.to_thread(update.swap)  # it reads the step in flight
-            return update.acknowledge()
+                return await asyncio.to_thread(update.finish)  # it reads the step in flight
 
     async def resume(self) -> None:
         """As `Engine.resume`."""

@@ -171,6 +171,11 @@ class Update:
             assert self.engine.version == self.version
             return Acknowledgement(self.version, self.base, self._fetch_ms, self._pause_ms, self._retracted)
 
+    def finish(self) -> Acknowledgement:
+        """Both of these, at a step boundary."""
+        self.swap()
+        return self.acknowledge()
+
     def _compare(self) -> None:
         if self.engine.version != self.base:
             raise ValueError(
@@ -208,6 +213,4 @@ def update(
     engine: Engine, params: Mapping[str, jax.Array], version: int, *, mode: str = "retract", restart: bool = False
 ) -> Acknowledgement:
     """All states of one. Nobody else may touch the engine meanwhile."""
-    made = staged(engine, params, version, mode=mode, restart=restart)
-    made.swap()
-    return made.acknowledge()
+    return staged(engine, params, version, mode=mode, restart=restart).finish()

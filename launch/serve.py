@@ -45,12 +45,12 @@ from models.tokenizer import Tokenizer
 from models.transformer import describe
 from rl.build import pick
 from rl.config import EngineSection, ModelSection, RunConfig, build
+from rl.fleet import API_KEY
 from rl.run import make_model
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Rules
 
-API_KEY = "TWINAX_API_KEY"
 DEFAULT_CONTEXT = 4096
 
 

@@ -82,9 +82,7 @@ class Local:
         return published_params(trainer, runner.definition.weights, runner.shardings, runner.dtype)
 
     def swap(self, staged: list[Update]) -> float:
-        for update in staged:
-            update.swap()
-        return sum(update.acknowledge().pause_ms for update in staged) / 1e3
+        return sum(update.finish().pause_ms for update in staged) / 1e3
 
     def forget(self) -> None:
         for engine in self.engines:

@@ -101,6 +101,7 @@ class Orchestrator:
     def _step(self) -> tuple[int, dict[str, Any]]:
         began = now = self._clock()
         spent = {"wait/rollout_s": 0.0, "wait/trainer_s": 0.0, "time/rollout_s": 0.0}
+        self._give_back()
         metrics = None
         while metrics is None:
             self._issue()
@@ -135,10 +136,13 @@ class Orchestrator:
         }
         return self.version, about | metrics | spent
 
-    def _issue(self) -> None:
+    def _give_back(self) -> None:
+        """Once a version: what is finished under it was issued under this bound, and can be taken in time."""
         for group in self.buffer.stale(self.version):
             self.ledger.retry(group.number, f"stale: made by version {group.oldest}, now {self.version}")
             self.buffer.retry(group)
+
+    def _issue(self) -> None:
         while self.buffer.capacity(self.version) > 0:
             self.sampler.start(self.buffer.issue(self.version))
 

@@ -5,12 +5,10 @@ again and again without finishing a request is an error with the end of what it 
 """
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -18,6 +16,7 @@ from typing import Any
 
 from inference.types import Completion, Request
 from rl.remote import EngineDied, RemoteEngine, nothing
+from rl.workers import read_line
 
 TAIL = 2000
 """characters of standard error in an error"""
@@ -68,17 +67,14 @@ class EngineProcess:
             self.command, stdin=PIPE, stdout=PIPE, stderr=self._log, bufsize=0, start_new_session=True, env=self._environment
         )
         assert popen.stdout is not None
-        end, line = time.monotonic() + self._seconds, b""
-        poll = select.poll()
-        poll.register(popen.stdout, select.POLLIN)
-        while not line.endswith(b"\n"):
-            ready = poll.poll(max(0.0, end - time.monotonic()) * 1000)
-            part = os.read(popen.stdout.fileno(), 2**12) if ready else b""
-            if not part:
-                self.stop()
-                why = "ended before it answered" if ready else f"did not answer in {self._seconds:g} seconds"
-                raise EngineDied(f"{' '.join(self.command)}: {why}; it said: {self.tail()}")
-            line += part
+        why = "ended before it answered"
+        try:
+            line = read_line(popen.stdout, self._seconds)
+        except TimeoutError:
+            line, why = None, f"did not answer in {self._seconds:g} seconds"
+        if line is None:
+            self.stop()
+            raise EngineDied(f"{' '.join(self.command)}: {why}; it said: {self.tail()}")
         self.url = line.decode().strip()
         return self.url
 

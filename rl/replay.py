@@ -21,7 +21,7 @@ from rl.files import among, changes, lock, read_lines
 from rl.journal import Journal
 from rl.learn import learn, learn_answers
 from rl.rollout import recorded
-from rl.run import make_environment, make_model, make_trainer, placed
+from rl.run import make_environment, make_model, make_trainer
 from rl.trainer import Trainer
 
 CHANGEABLE = ("trainer", "advantages")
@@ -93,7 +93,7 @@ class Past:
     """The trainers of a run, and what they learned from."""
 
     def __init__(self, config: RunConfig, directory: Path, journal: Journal):
-        self.config, self.directory, self.journal = placed(config), directory, journal
+        self.config, self.directory, self.journal = config, directory, journal
         self.model, self.source, self.tokenizer = make_model(config.model)
         self.environment: Environment
         self.environment, self.renderer = make_environment(config, self.tokenizer)

@@ -8,8 +8,7 @@ All episodes in flight advance together; the engine batches whatever there is. B
 import time
 import zlib
 from collections.abc import Sequence
-from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,17 +162,13 @@ class Episodes:
             for completion in self.engine.step():
                 batch, name = self._sampling.pop(completion.request_id)
                 self._record(batch, name, completion)
-        elif self._asked:
-            self._wait()
+        elif self._asked:  # nothing to do until some environment has answered
+            wait([asked[3] for asked in self._asked], timeout=0.05, return_when=FIRST_COMPLETED)
         for asked in [asked for asked in self._asked if asked[3].done()]:
             self._asked.remove(asked)
             self._answered(*asked)
         if self.seconds:
             self._end_overdue()
-
-    def _wait(self) -> None:
-        """Nothing to do until some environment has answered."""
-        futures.wait([asked[3] for asked in self._asked], timeout=0.05, return_when=futures.FIRST_COMPLETED)
 
     def _end_overdue(self) -> None:
         now = time.monotonic()

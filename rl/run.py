@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from inference.config import EngineConfig
 from inference.engine import Engine
@@ -23,21 +22,20 @@ from models.hf_config import read_config
 from models.tokenizer import ByteTokenizer, Tokenizer
 from models.transformer import describe
 from rl.build import build, pick
-from rl.config import EngineSection, EnvironmentSection, ModelSection, Placement, RunConfig
+from rl.config import EngineSection, EnvironmentSection, ModelSection, RunConfig
 from rl.environments import EVAL_KEYS, TRAIN_KEYS, Environment, Task, constant_answer
 from rl.fleet import Fleet, Local, Served, published_params
 from rl.forest import Layout
 from rl.kinds import make
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
+from rl.placement import mesh_of, placed, shardings_of
 from rl.renderers import RENDERERS, Renderer
 from rl.rollout import Batch, Episodes, Rollout, Steps
 from rl.routes import RouterConfig
 from rl.trainer import Trainer
 from rl.workers import Inline, Workers
-from sharding.mesh import make_mesh
 from sharding.reshard import init
-from sharding.rules import Rules, Weight
 from sharding.store import WeightStore
 
 
@@ -121,22 +119,6 @@ def export(trainer: Trainer, source: Path | None, directory: Path, fused_experts
     save_hf(directory, definition.config, masters, tokenizer_files_from=source, dtype=dtype, fused=fused_experts)
 
 
-def _mesh(placement: Placement, side: str) -> tuple[Mesh, Rules]:
-    assert placement.first_device >= 0, "placed() says where the trainer begins"
-    devices = jax.devices()[placement.first_device :]
-    try:
-        return make_mesh(placement.mesh, devices), Rules(dict(placement.rules))
-    except ValueError as error:
-        raise ValueError(f"{side}.{error}") from error
-
-
-def _shardings(rules: Rules, mesh: Mesh, weights: Mapping[str, Weight], side: str) -> dict[str, jax.sharding.Sharding]:
-    try:
-        return rules.shardings(mesh, weights)
-    except ValueError as error:
-        raise ValueError(f"{side}.{error}") from error
-
-
 def make_model(section: ModelSection) -> tuple[ModelConfig, Path | None, Tokenizer | ByteTokenizer]:
     """Shape and tokenizer of a model, checked against each other, and its directory if it has one."""
     if section.source == "random":
@@ -197,12 +179,12 @@ def _blocks(tokens: int) -> int:
 
 def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None, *, critic: bool = False) -> Trainer:
     """A trainer with the model's own weights, or random ones, as masters; a critic has a value head besides."""
-    mesh, rules = _mesh(config.trainer, "trainer")
-    section = config.trainer
+    section = placed(config).trainer
+    mesh, rules = mesh_of(section, "trainer")
     optimizer = pick(OptimizerConfig, config.critic if critic else section)
     objective = Objective(loss="value", options=config.critic.loss_options) if critic else section.objective()
     weights = describe(model, value_head=critic)
-    shardings = _shardings(rules, mesh, weights, "trainer")
+    shardings = shardings_of(rules, mesh, weights, "trainer")
     masters = init(weights, jax.random.key(config.seed), jnp.float32, shardings)
     if source is not None:
         loaded = load_hf(source, model)
@@ -225,56 +207,23 @@ def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None, *, 
     return trainer
 
 
-def placed(config: RunConfig) -> RunConfig:
-    """The config with numbers where it leaves engines and devices to us: with a lag, engines have three quarters of the
-    devices, and the trainer begins after them.
-
-    Raises:
-        ValueError: there is a lag, and the two sides share devices.
-    """
-    section, engine, trainer = config.orchestrator, config.engine, config.trainer
-    if section.processes:
-        if jax.default_backend() != "cpu":
-            raise ValueError(
-                f"orchestrator.processes: on {jax.default_backend()} this process takes all devices, and engines in others "
-                f"would find none; set it to False: engines and trainer have devices of their own in one process"
-            )
-        first = max(trainer.first_device, 0)
-        section = replace(section, engines=section.engines or 1)
-        return replace(config, orchestrator=section, trainer=replace(trainer, first_device=first))
-    own = math.prod(engine.mesh.values())
-    count = section.engines
-    if not count:
-        count = max(1, (3 * jax.device_count() // 4 - engine.first_device) // own) if section.lag else 1
-    end = engine.first_device + count * own
-    first = trainer.first_device
-    if first < 0:
-        first = end if section.lag else 0
-    theirs = range(first, first + math.prod(trainer.mesh.values()))
-    if section.lag and theirs.start < end and engine.first_device < theirs.stop:
-        raise ValueError(
-            f"orchestrator.lag: with a lag the trainer has devices of its own, but {count} engines have {engine.first_device} "
-            f"to {end - 1}, and the trainer {theirs.start} to {theirs.stop - 1}; set trainer.first_device, or lag = 0"
-        )
-    return replace(config, orchestrator=replace(section, engines=count), trainer=replace(trainer, first_device=first))
-
-
 def make_fleet(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Fleet:
     """Engines side by side: here, with the trainer's weights, or in processes that are not started yet."""
+    config = placed(config)
     section = config.orchestrator
     if section.processes:
         folder = (Path(config.run_dir) / config.name).absolute()
         url = f"{section.store}{config.name}/" if section.store else f"file://{folder}/weights/"
         command = [sys.executable, "-m", "launch.serve", "--config", str(folder / "config.json"), "--port", "0"]
         weights = describe(model, stacked=False)
-        mesh, rules = _mesh(config.trainer, "trainer")
+        mesh, rules = mesh_of(config.trainer, "trainer")
         return Served(
             section.engines,
             [*command, "--store", url, "--with-parent"],
             lambda: WeightStore(url, section.anchor_every),
             section.mode,
             weights,
-            _shardings(rules, mesh, weights, "trainer"),
+            shardings_of(rules, mesh, weights, "trainer"),
             jnp.dtype(config.engine.dtype or config.model.dtype),
         )
     first, own = config.engine.first_device, math.prod(config.engine.mesh.values())
@@ -284,13 +233,13 @@ def make_fleet(config: RunConfig, model: ModelConfig, trainer: Trainer) -> Fleet
 
 
 def make_engine(section: EngineSection, config: RunConfig, model: ModelConfig, trainer: Trainer) -> Engine:
-    mesh, rules = _mesh(section, "engine")
+    mesh, rules = mesh_of(section, "engine")
     dtype = jnp.dtype(section.dtype or config.model.dtype)
     weights = describe(model, stacked=False)
     return Engine(
         model,
         pick(EngineConfig, section),
-        published_params(trainer, weights, _shardings(rules, mesh, weights, "engine"), dtype),
+        published_params(trainer, weights, shardings_of(rules, mesh, weights, "engine"), dtype),
         version=trainer.step,
         dtype=dtype,
         mesh=mesh,
@@ -342,7 +291,6 @@ def make_run(config: RunConfig) -> Run:
     model, source, tokenizer = make_model(config.model)
     environment, renderer = make_environment(config, tokenizer)
     check_prompts(config, environment, renderer)
-    config = placed(config)
     trainer = make_trainer(config, model, source)
     critic = make_trainer(config, model, source, critic=True) if config.advantages.kind == "gae" else None
     fleet, steps = make_fleet(config, model, trainer), make_steps(config, environment)

@@ -15,6 +15,7 @@ from models.config import ModelConfig
 from models.tokenizer import ByteTokenizer, Tokenizer
 from rl.config import NO_TASKS, EngineSection, RolloutSection, RunConfig
 from rl.datasets import Dataset, load
+from rl.placement import placed
 from rl.renderers import Renderer
 from rl.run import (
     Run,
@@ -25,7 +26,6 @@ from rl.run import (
     make_renderer,
     make_steps,
     make_trainer,
-    placed,
 )
 from rl.trainer import Trainer
 
@@ -87,12 +87,11 @@ def make_data_run(config: RunConfig, data: Dataset) -> Run | DataRun:
     """
     model, source, tokenizer = make_model(config.model)
     if config.environment.kind == NO_TASKS:
-        trainer = make_trainer(_fitted(placed(config), data), model, source)
+        trainer = make_trainer(_fitted(config, data), model, source)
         return DataRun(config, model, source, tokenizer, make_renderer(config.environment, tokenizer), trainer)
     environment, renderer = make_environment(config, tokenizer)
     assert config.data is not None
     check_prompts(replace(config, steps=0, data=replace(config.data, epochs=1)), environment, renderer)
-    config = placed(config)
     trainer = make_trainer(_fitted(config, data), model, source)
     fleet, steps = make_fleet(config, model, trainer), make_steps(config, environment)
     return Run(config, model, source, tokenizer, environment, renderer, trainer, fleet, steps)
@@ -102,7 +101,7 @@ def _fitted(config: RunConfig, data: Dataset) -> RunConfig:
     """The config with sizes from which the trainer's layout comes out as the file needs it."""
     assert config.data is not None
     return replace(
-        config,
+        placed(config),
         rollout=RolloutSection(prompts=config.data.batch, samples=2, max_tokens=data.longest_trained),
         environment=replace(config.environment, max_turns=1),
         engine=EngineSection(max_context=-(-data.longest // KEY_BLOCK) * KEY_BLOCK),

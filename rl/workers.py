@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from rl.environments import Environment, Message, Reward, Step, Task
 
@@ -191,14 +191,23 @@ class _Process:
 
     def _receive(self, seconds: float | None) -> bytes | None:
         assert self._popen.stdout is not None
-        poll, end = select.poll(), None if seconds is None else time.monotonic() + seconds
-        poll.register(self._popen.stdout, select.POLLIN)
-        line = b""
-        while not line.endswith(b"\n"):
-            if not poll.poll(None if end is None else max(0.0, end - time.monotonic()) * 1000):
-                raise TimeoutError
-            part = os.read(self._popen.stdout.fileno(), 2**16)
-            if not part:
-                return None
-            line += part
-        return line
+        return read_line(self._popen.stdout, seconds)
+
+
+def read_line(pipe: IO[bytes], seconds: float | None) -> bytes | None:
+    """The next line of a process, of which nothing more has come; None where the pipe ends first.
+
+    Raises:
+        TimeoutError: it is not there in time.
+    """
+    poll, end = select.poll(), None if seconds is None else time.monotonic() + seconds
+    poll.register(pipe, select.POLLIN)
+    line = b""
+    while not line.endswith(b"\n"):
+        if not poll.poll(None if end is None else max(0.0, end - time.monotonic()) * 1000):
+            raise TimeoutError
+        part = os.read(pipe.fileno(), 2**16)
+        if not part:
+            return None
+        line += part
+    return line

@@ -20,7 +20,7 @@ from rl.config import RunConfig, build
 from rl.engines import Engines
 from rl.journal import Journal
 from rl.loop import train
-from rl.run import placed
+from rl.placement import placed
 from tests.runs import KILLS, REPO, Lines, ended, lines_of, start, weights_of
 
 TINY = str(REPO / "configs/tiny_async.py")

@@ -1,7 +1,7 @@
 """Files of examples: what is rendered and trained, to the token; what is refused; the order; runs that learn from them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rl.datasets import Dataset, Row, load
 from rl.environments import Message
 from rl.loop import train
 from rl.renderers import ChatML, Qwen3, Renderer, SmolLM2
-from rl.rollout import Rollout
+from tests.runs import Lines
 
 REPO = Path(__file__).parents[1]
 TOKENIZER = ByteTokenizer()
@@ -218,20 +218,6 @@ def test_orders_differ() -> None:
 
 
 # ---- runs
-
-
-class Lines:
-    """A reporter that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-
-    def phase(self, text: str) -> None:
-        self.phases.append(text)
-
-    def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def transcript(self, step: int, rollout: Rollout, text: str) -> None: ...
 
 
 def config_of(run_dir: Path, path: Path, loss: str, **changes: Any) -> dict[str, Any]:
