@@ -320,7 +320,7 @@ def test_killed_at_random_moments(tmp_path: Path, report: Callable[[str], None])
             if newest_write() > cut_before if kind == "write" else len(list(directory.glob("rollouts/*"))) > steps_before:
                 break
             time.sleep(0.001)
-        time.sleep({"write": 0.1, "step": 0.5, "start": 5}[kind] * draw.uniform())
+        time.sleep({"write": 0.05, "step": 0.5, "start": 5}[kind] * draw.uniform())
         assert process.poll() is None, f"kill {number} came too late: {process.communicate()[1]}"
         process.send_signal(signal.SIGKILL)
         resumed += [int(line.split()[-1]) for line in process.communicate()[1].splitlines() if "resuming from step" in line]
