@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rl.batch import Sample
-from rl.environments import Message
+from rl.messages import Message
 from rl.renderers import ROLES, Renderer
 
 TooLong = Literal["refuse", "drop"]

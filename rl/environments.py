@@ -25,20 +25,14 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args
+from typing import Any, Literal, Protocol, get_args
+
+from rl.messages import Message
 
 TRAIN_KEYS = range(10**9)
 EVAL_KEYS = range(10**9, 2 * 10**9)
 EXAMPLE_KEYS = range(2 * 10**9, 3 * 10**9)
 """Worked examples in prompts come from here; `task` refuses these keys."""
-
-
-class Message(TypedDict):
-    """One turn; role is system, user, assistant or tool. `thinking`: an assistant's reasoning, without its markers."""
-
-    role: str
-    content: str
-    thinking: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from typing import Any, Literal
 import numpy as np
 
 from models.routes import blank
-from rl.environments import Message, Reward
+from rl.environments import Reward
+from rl.messages import Message
 from rl.records import Branch, Call, Episode, EpisodeStatus, FinishReason, Node, NodeStatus
 
 

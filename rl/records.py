@@ -5,7 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from rl.environments import Message, Reward
+from rl.environments import Reward
+from rl.messages import Message
 
 NodeKind = Literal["prompt", "tool", "sampled", "summary"]
 NodeStatus = Literal["live", "retried", "cut", "abandoned"]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol
 
-from rl.environments import Message
+from rl.messages import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"

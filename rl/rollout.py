@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from rl.columns import read
-from rl.environments import Environment, Message, Step, Task, total_reward
+from rl.environments import Environment, Step, Task, total_reward
 from rl.graph import Graph
+from rl.messages import Message
 from rl.records import Call, Episode, EpisodeStatus
 from rl.renderers import Renderer
 

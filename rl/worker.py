@@ -16,8 +16,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from rl.environments import Environment, Message
+from rl.environments import Environment
 from rl.kinds import make
+from rl.messages import Message
 
 
 def main() -> None:

@@ -18,7 +18,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import IO, Any
 
-from rl.environments import Environment, Message, Reward, Step, Task
+from rl.environments import Environment, Reward, Step, Task
+from rl.messages import Message
 
 MOST_DEATHS = 3
 """of workers in one step, before the step is the suspect"""

@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.environments import Message, Reward, Step, Task, finish, make_task
+from rl.environments import Reward, Step, Task, finish, make_task
+from rl.messages import Message
 
 
 class Odd:

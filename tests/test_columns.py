@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.columns import COLUMNS, read, write
-from rl.environments import Message, Reward
+from rl.environments import Reward
 from rl.graph import Graph
+from rl.messages import Message
 from rl.records import Call, Episode, Node
 
 REWARDS = (Reward("exact", 1.0), Reward("style", None, 0.5), Reward("odd", -0.0, 1e-300))

@@ -15,8 +15,8 @@ from launch.cli import read_config
 from models.tokenizer import ByteTokenizer
 from rl.config import RunConfig, build
 from rl.datasets import Dataset, Row, load
-from rl.environments import Message
 from rl.loop import train
+from rl.messages import Message
 from rl.renderers import ChatML, Qwen3, Renderer, SmolLM2
 from tests.runs import Lines
 

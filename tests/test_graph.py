@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.tokenizer import ByteTokenizer
-from rl.environments import Message
 from rl.graph import Branch, Call, Episode, Graph
+from rl.messages import Message
 from rl.renderers import ChatML
 
 SAID: Message = {"role": "assistant", "content": "said"}

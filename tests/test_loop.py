@@ -19,10 +19,11 @@ import pytest
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from models.tokenizer import ByteTokenizer
 from rl.credit import AdvantageConfig, samples_of
-from rl.environments import Message, Reward, Step, Task, finish, make_task
+from rl.environments import Reward, Step, Task, finish, make_task
 from rl.files import Records
 from rl.journal import Journal
 from rl.learn import learn
+from rl.messages import Message
 from rl.renderers import ChatML
 from rl.rollout import Episodes, Rollout
 from rl.workers import Inline

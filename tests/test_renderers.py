@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.tokenizer import ByteTokenizer, Tokenizer
-from rl.environments import Message
+from rl.messages import Message
 from rl.renderers import SMOLLM2_SYSTEM, ChatML, Qwen3, Renderer, SmolLM2, TokenizerLike
 
 REAL = Path(__file__).parents[1] / "runs/models/smollm2-135m-instruct"

@@ -1,0 +1,118 @@
+"""What the dialects of agent programs have in common: a turn that is asked for, and an answer that goes out piece by piece.
+
+    body + headers --wire.parse--> Turn --gateway: engine--> pieces --wire.writer--> events, or one JSON object
+
+The dialects are in wire_chat.py (OpenAI Chat Completions), wire_responses.py (OpenAI Responses), wire_messages.py (Anthropic
+Messages). Nothing here knows tokens.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from inference.errors import ApiError
+from rl.messages import CallKind, Message, Piece, Tool
+
+Json = dict[str, Any]
+Event = tuple[str, Json]
+"""of a stream: its name ("" for dialects without), and its data"""
+RECORD = re.compile(r"tx[0-9a-f]{20}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who asks, from the client's own headers."""
+
+    session: str | None = None
+    """the root conversation; None: the client does not say"""
+    agent: str = "main"
+    """a conversation in it; "main" is the root's own"""
+    parent: str | None = None
+    """the agent that started this one, where it is known; "main" for the root's own"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """The next turn of a conversation, asked for in some dialect."""
+
+    model: str
+    messages: tuple[Message, ...]
+    """at least one. Markers that come and go (cache_control, billing headers) are out, text parts are put together"""
+    tools: tuple[Tool, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """fields of SamplingParams that the client sets; `max_tokens` may be missing"""
+    stream: bool = False
+    kind: CallKind = "turn"
+    notes: tuple[str, ...] = ()
+    """what was asked for and is not done, for people: "tools: hosted tool web_search is ignored" """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """True counts: clients compact their history by them."""
+
+    prompt: int
+    cached: int = 0
+    sampled: int = 0
+
+
+class Writer(Protocol):
+    """Writes one answer. `begin`, any number of `add`, `end`, in this order; `whole` after `end`."""
+
+    def begin(self, usage: Usage) -> list[Event]: ...
+
+    def add(self, pieces: Sequence[Piece]) -> list[Event]:
+        """Pieces as they come; those of one kind that follow each other are one block."""
+        ...
+
+    def end(self, cut: bool, usage: Usage) -> list[Event]:
+        """
+        Args:
+            cut: max_tokens or the context ended it.
+        """
+        ...
+
+    def whole(self) -> Json:
+        """The answer as one object, the same content as the events'."""
+        ...
+
+    def fail(self, error: ApiError) -> list[Event]:
+        """An error in the middle of a stream."""
+        ...
+
+
+class Wire(Protocol):
+    """A dialect."""
+
+    path: str
+    """that clients POST to, after any prefix: /v1/messages"""
+    done: bool
+    """whether a stream ends with `data: [DONE]`"""
+
+    def parse(self, raw: bytes, headers: Mapping[str, str]) -> Turn:
+        """
+        Args:
+            headers: names in lower case.
+
+        Raises:
+            ApiError: names the field and the fix.
+        """
+        ...
+
+    def writer(self, turn: Turn, name: str, created: int) -> Writer:
+        """
+        Args:
+            name: of the record (`new_name`); every id in the answer holds it.
+        """
+        ...
+
+    def error(self, error: ApiError) -> Json:
+        """The body of an answer that is an error; one of code `context_length_exceeded` in the client's own words."""
+        ...
+
+
+def record_of(identifier: str) -> str | None:
+    """The record's name in an id that a client sends back."""
+    found = RECORD.search(identifier)
+    return None if found is None else found.group()
