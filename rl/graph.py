@@ -10,8 +10,8 @@ A node holds the ids that it adds to its parent's path; a branch is a root-to-le
 * Rows of routing stand where they were first recorded: a completion brings those that its path lacks, up to the last but one
   token. A record with other rows is refused.
 * One request id is one node: a repeated commit returns the node there is.
-* A branch ends at each sampled node from which no other sampled node descends. A sampled token on n branches weighs 1/n
-  on each, so that it is trained once, and the weights add up to the count of sampled tokens.
+* A branch ends at each sampled node of a trainable call from which no other such node descends. A sampled token on n branches
+  weighs 1/n on each, so that it is trained once, and the weights add up to the count of sampled tokens.
 """
 
 import dataclasses
@@ -160,7 +160,7 @@ class Graph:
     def branches(self, advantage: float = 0.0) -> list[Branch]:
         """Root-to-leaf views, in the order of their leaves; `advantage` is put on every sampled token."""
         kept = [all(self._open(i) for i in self.path(node.id)) for node in self.nodes]
-        sampled = [node.id for node in self.nodes if kept[node.id] and any(node.mask)]
+        sampled = [node.id for node in self.nodes if kept[node.id] and any(node.mask) and self.calls[node.call].trainable]
         inner = {i for leaf in sampled for i in self.path(leaf)[:-1]}
         paths = [self.path(leaf) for leaf in sampled if leaf not in inner]
         passing = [sum(node.id in path for path in paths) for node in self.nodes]

@@ -7,6 +7,7 @@ Messages). Nothing here knows tokens.
 """
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -110,6 +111,23 @@ class Wire(Protocol):
     def error(self, error: ApiError) -> Json:
         """The body of an answer that is an error; one of code `context_length_exceeded` in the client's own words."""
         ...
+
+
+class ContextOverflow(ApiError):
+    """A history that has outgrown the context. Clients compact theirs when they are told so in the words that they know."""
+
+    def __init__(self, prompt_tokens: int, most: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {most} tokens, but the messages have {prompt_tokens}; shorten them",
+            param="messages",
+            code="context_length_exceeded",
+        )
+        self.prompt_tokens, self.most = prompt_tokens, most
+
+
+def new_name() -> str:
+    """Of a record; in every id that its answer has."""
+    return f"tx{secrets.token_hex(10)}"
 
 
 def record_of(identifier: str) -> str | None:

@@ -33,6 +33,7 @@ from inference.answers import Answer
 from inference.api import MAKES, Door
 from inference.engine import Engine
 from inference.errors import ApiError
+from inference.front import AsyncEngine
 from inference.protocol import Limits
 from inference.text import Detokenizer
 from inference.types import Completion, FinishReason, Request, Tokens
@@ -60,8 +61,8 @@ DEADLINE = 20.0
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    _, model, sizes, _, seed = settings(Namespace(model=None, config=TINY), SMALL)
-    made, tokenizer = make_engine(model, sizes, seed)
+    what = settings(Namespace(model=None, config=TINY), SMALL)
+    made, tokenizer = make_engine(what.model, what.engine, what.seed)
     tokenizer.chat_template = TOOLS
     made.warm_up()
     return made
@@ -85,8 +86,13 @@ class Live:
     http: httpx.Client
 
     @property
+    def front(self) -> AsyncEngine:
+        front: Any = self.door.front
+        return front
+
+    @property
     def engine(self) -> Engine:
-        return self.door.front.engine
+        return self.front.engine
 
     def call(self, work: Any) -> Any:
         """Awaits it in the server's loop."""
@@ -581,7 +587,7 @@ def test_any_body_is_refused_or_answered(live: Live, path: str, change: dict[str
     base = {TEXT: PLAIN, TALK: CHAT, IDS: {"prompt_ids": [1], "sampling": {"max_tokens": 1}}}[path]
     raw = json.dumps(base | change).encode()
     try:
-        assert isinstance(MAKES[path](raw, live.door.served), Answer)
+        assert isinstance(MAKES[path](live.door.served, raw), Answer)
     except (ApiError, ValueError) as error:
         assert str(error)
 
@@ -845,10 +851,10 @@ def test_the_real_front_aborts(live: Live) -> None:
             model="tiny", prompt="x", max_tokens=250, stream=True, extra_body={"ignore_eos": True}
         )
         assert next(iter(stream)).choices
-        live.call(live.door.front.pause("abort"))
+        live.call(live.front.pause("abort"))
         with pytest.raises(openai.APIError, match="aborted by an update"):
             list(stream)
-        live.call(live.door.front.resume())
+        live.call(live.front.resume())
 
 
 def test_an_engine_that_fails(engine: Engine) -> None:
