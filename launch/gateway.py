@@ -5,8 +5,9 @@
     python -m launch.gateway --model DIR --engine URL    (of a launch.serve of that model)
 
 Chat Completions, Responses and Messages; sessions, keys and how to attach programs: rl/README.md. Records are Parquet files of
-message graphs in the folder of --record. Requests are sampled as --temperature says, so that they can be trained on; with --client-sampling
-as clients say. Prints its address on standard output once it answers. SIGTERM: no new requests, those that run are finished.
+message graphs in the folder of --record. Requests are sampled as --temperature says, so that they can be trained on; with
+--client-sampling as clients say. Prints its address on standard output once it answers. SIGTERM: no new requests, those that
+run are finished.
 """
 
 import argparse

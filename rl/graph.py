@@ -153,6 +153,16 @@ class Graph:
         """Changes a node's status; retried and abandoned nodes leave every branch, with all that follows them."""
         self.nodes[node_id] = dataclasses.replace(self.nodes[node_id], status=status)
 
+    def supersede(self, node_id: int) -> None:
+        """Of several answers of a call to one question that nothing follows, only this one counts: the others are retried."""
+        mine = self.nodes[node_id]
+        later = self.nodes[0 if mine.parent is None else mine.parent :]
+        followed = {other.parent for other in later}
+        for other in later:
+            same = other.parent == mine.parent and other.call == mine.call and other.kind == "sampled" and other.id != node_id
+            if same and self._open(other.id) and other.id not in followed:
+                self.mark(other.id, "retried")
+
     def finish(self, status: EpisodeStatus, *, rewards: Sequence[Reward] = (), **changes: Any) -> None:
         """Closes the episode; `changes` are further fields of Episode."""
         self.episode = dataclasses.replace(self.episode, status=status, rewards=tuple(rewards), **changes)

@@ -1,17 +1,11 @@
 """Sessions: whatever an agent program asks of the model becomes one message graph, token for token.
 
-A client sends its whole history with each request, as text. `Session.ask` finds the sampled turn that it goes on from:
+A client sends its whole history with each request, as text; rl/histories.py finds the sampled turn that it goes on from. The
+graph shares what is equal, token for token, and forks where it is not. Agents are calls of the graph; so are auxiliary requests
+(titles, summaries), which are not trained on.
 
-* A conversation (tools, then messages) is named by a digest of what it means (rl/messages.py), so markers, the order of keys in
-  arguments and the like do not matter. Of sampled turns of one meaning, that whose name the client has sent back counts.
-* The ids of that turn's path stay, and what follows is put behind them (rl/history.py): nothing that was sampled is encoded
-  again. An assistant's turn that was not sampled so (rewritten, repaired, the client's own) is prompt.
-* Where nothing fits (a new conversation, a compacted one, a sub-agent, a template that strips thinking) the history is rendered.
-
-The graph then shares what is equal, token for token, and forks where it is not. Agents are calls of the graph; so are auxiliary
-requests (titles, summaries), which are not trained on. The same request again, as a retry sends it, gets the answer that there
-is, or the one on its way, until something follows it. A turn that was asked for again otherwise, or whose client has left, is
-kept and closed.
+The same request again, as a retry sends it, gets the answer that there is, or the one on its way, until something follows it. A
+turn that was asked for again otherwise, or whose client has left, is kept and closed.
 """
 
 import hashlib
@@ -30,8 +24,8 @@ from inference.errors import ApiError
 from inference.types import Completion, FinishReason, Request, SamplingParams, Tokens
 from rl.environments import Reward
 from rl.graph import Graph
-from rl.history import go_on
-from rl.messages import CallKind, Message, canonical, chain, tools_digest
+from rl.histories import Histories
+from rl.messages import CallKind, Message, canonical
 from rl.records import Call, Episode, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import sample_seed
@@ -89,9 +83,7 @@ class Session:
         self.breaks = 0
         """requests of an agent that do not go on from its last answer, token for token"""
         self._calls: dict[tuple[str, CallKind, bool], int] = {("main", "turn", True): 0}
-        self._said: dict[bytes, list[int]] = {}
-        """conversation that ends in a sampled turn -> its nodes"""
-        self._named: dict[str, int] = {}
+        self._histories = Histories(self.graph, renderer)
         self._answers: dict[bytes, Asked] = {}
         """by key: on their way, or there and nothing follows them"""
         self._keys: dict[int, bytes] = {}
@@ -118,19 +110,17 @@ class Session:
         with self._lock:
             self._note(*turn.notes)
             params = self._sampling(turn)
-            links = [tools_digest(turn.tools)]
-            for message in turn.messages:
-                links.append(chain(links[-1], message))
-            wanted = canonical([who.agent, turn.kind, str(replace(params, seed=0))])
-            key = hashlib.sha256(links[-1] + wanted.encode()).digest()
+            prompt = self._histories.prompt(turn.messages, turn.tools)
+            wanted = canonical([who.agent, turn.kind, str(params)])
+            key = hashlib.sha256(prompt.digest + wanted.encode("utf-8", "surrogatepass")).digest()
             if key in self._answers:
                 return self._answers[key], False
-            start, ids = self._prompt(turn, links)
+            ids = prompt.ids
             if len(ids) + 1 > self.max_context:
                 raise ContextOverflow(len(ids), self.max_context)
             self.asked += 1
             call = self._call(who, turn.kind, params.temperature > 0)
-            node = self.graph.extend(ids, messages=turn.messages[start:], kind="prompt", call=call)
+            node = self.graph.extend(ids, messages=prompt.new, call=call)
             path = self.graph.path(node)
             self.breaks += self._last.get(call, path[0]) not in path
             for followed in path:  # whoever got that answer has gone on
@@ -148,7 +138,7 @@ class Session:
                     params=replace(params, seed=seed, max_tokens=room),
                     routing=self.graph.routing(node),
                 ),
-                links[-1],
+                prompt.digest,
                 key,
                 turn.kind,
             )
@@ -162,9 +152,9 @@ class Session:
         with self._lock:
             message = self.renderer.parse(completion.ids.tolist(), f"call_{asked.name}")
             node = self._record(asked, completion, completion.finish_reason, message)
-            self._supersede(node)
-            self._said.setdefault(chain(asked.conversation, message), []).append(node)
-            self._named[asked.name], self._keys[node], self._last[asked.call] = node, asked.key, node
+            self.graph.supersede(node)
+            self._histories.said(asked.conversation, message, node, asked.name)
+            self._keys[node], self._last[asked.call] = asked.key, node
             self._running.discard(asked.name)
             self.changed = True
         asked.done.set_result(completion)
@@ -236,15 +226,6 @@ class Session:
             call=asked.call,
         )
 
-    def _supersede(self, node: int) -> None:
-        """Of several answers to one question that nothing follows, only this one counts."""
-        nodes, mine = self.graph.nodes, self.graph.nodes[node]
-        followed = {other.parent for other in nodes[mine.parent or 0 :]}
-        for other in nodes[mine.parent or 0 :]:
-            same = other.parent == mine.parent and other.call == mine.call and other.kind == "sampled" and other.id != node
-            if same and other.status in ("live", "cut") and other.id not in followed:
-                self.graph.mark(other.id, "retried")
-
     def _sampling(self, turn: Turn) -> SamplingParams:
         """The session's parameters with the client's limits: its stop strings, fewer tokens, and more if it may."""
         wanted = dict(turn.sampling)
@@ -261,30 +242,6 @@ class Session:
         for note in notes:
             if len(self.notes) < MOST_NOTES:
                 self.notes[note] = None
-
-    def _prompt(self, turn: Turn, links: Sequence[bytes]) -> tuple[int, list[int]]:
-        """(first message that is not on record, ids of it all). `links[i]` names the conversation of the first i messages."""
-        messages = list(turn.messages)
-        for i in range(len(messages) - 1, -1, -1):
-            node = self._sampled(links[i + 1], messages[i]) if messages[i]["role"] == "assistant" else None
-            if node is not None:
-                ids = go_on(self.renderer, self.graph.path_ids(node), messages, i + 1, turn.tools)
-                if ids is not None:
-                    return i + 1, ids
-                break
-        return 0, self.renderer.render(messages, turn.tools)
-
-    def _sampled(self, conversation: bytes, message: Message) -> int | None:
-        """The node of a sampled turn: what it means is known, and its name, where the client has one."""
-        nodes = [node for node in self._said.get(conversation, ()) if self.graph.nodes[node].status != "abandoned"]
-        if not nodes:
-            return None
-        named = self._named.get(message.get("id", ""))
-        node = named if named in nodes else nodes[-1]
-        if self.graph.nodes[node].status == "retried":  # it is the one that the client has chosen
-            self.graph.mark(node, "live" if self.graph.nodes[node].finish_reason == "stop" else "cut")
-            self._supersede(node)
-        return node
 
     def _call(self, who: Identity, kind: CallKind, sampled: bool) -> int:
         """The call of an agent's requests of a kind; greedy ones are a call of their own, as they are never trained on."""

@@ -173,6 +173,7 @@ class Scripted:
         self.go = threading.Event()
         self.go.set()
         self.streams = 0
+        self.version = engine.version
 
     async def stream(self, request: Request) -> AsyncIterator[Tokens]:
         self.streams += 1
@@ -753,8 +754,8 @@ def test_an_update_in_the_middle(engine: Engine) -> None:
 
 def own_engine(engine: Engine) -> Engine:
     """Another with the same programs, whose weights may change."""
-    _, model, sizes, _, seed = settings(Namespace(model=None, config=TINY), SMALL)
-    made, _ = make_engine(model, sizes, seed)
+    what = settings(Namespace(model=None, config=TINY), SMALL)
+    made, _ = make_engine(what.model, what.engine, what.seed)
     made.runner._programs = engine.runner._programs
     return made
 
@@ -817,20 +818,20 @@ def test_without_a_store_there_are_no_updates(live: Live) -> None:
 
 def test_the_newest_of_the_store_is_served(tmp_path: Path) -> None:
     """An empty one leaves the config's own weights as version 0."""
-    _, model, sizes, _, seed = settings(Namespace(model=None, config=TINY), SMALL)
+    what = settings(Namespace(model=None, config=TINY), SMALL)
     url = f"file://{tmp_path}/"
-    first, _ = make_engine(model, sizes, seed, url)
+    first, _ = make_engine(what.model, what.engine, what.seed, url)
     assert first.version == 0
     store, scaled = WeightStore(url), {name: array * 2 for name, array in first.params.items()}
     store.publish(scaled, 3)
-    late, _ = make_engine(model, sizes, seed, url)
+    late, _ = make_engine(what.model, what.engine, what.seed, url)
     assert late.version == 3 and checksums(late.params) == checksums(scaled) and not store.head().pins
 
 
 def test_generate_takes_and_gives_routing() -> None:
     """What another process needs to go on: rows of the prompt in, rows of the rest out."""
-    _, model, sizes, _, seed = settings(Namespace(model=None, config=str(REPO / "configs/tiny_moe.py")), SMALL)
-    engine, _ = make_engine(model, sizes, seed)
+    what = settings(Namespace(model=None, config=str(REPO / "configs/tiny_moe.py")), SMALL)
+    engine, _ = make_engine(what.model, what.engine, what.seed)
     engine.warm_up()
     with serving(engine) as live:
         first = generate(live, "hello", seed=1, max_tokens=4)
@@ -988,15 +989,14 @@ def test_the_real_model() -> None:
         "token_buckets=(64,)",
         "context_buckets=(256,)",
     ]
-    name, model, sizes, limits, seed = settings(
-        Namespace(model=str(MODEL), config=None), [f"--config.engine.{item}" for item in small]
-    )
+    what = settings(Namespace(model=str(MODEL), config=None), [f"--config.engine.{item}" for item in small])
+    name = what.name
     assert name == "smollm2-135m-instruct"
-    engine, tokenizer = make_engine(model, sizes, seed)
+    engine, tokenizer = make_engine(what.model, what.engine, what.seed)
     engine.warm_up()
     listener = bind("127.0.0.1", 0, None)
     listener.listen()
-    server = Server(make_door(engine, tokenizer, name, limits, None))
+    server = Server(make_door(engine, tokenizer, name, what.limits, None))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
