@@ -83,12 +83,15 @@ def kind_of_call(headers: Mapping[str, str], body: Any, messages: Sequence[Messa
     if kind == "compaction" or ("compaction" in metadata and kind is None):
         return "compaction"
     last = messages[-1]
-    marks = [*USER_MARKS] if last["role"] == "user" else []
-    found = next((kind for mark, kind in marks if mark in last["content"]), None)
-    if found is None and not tools:
-        system = "\n".join(message["content"] for message in messages if message["role"] == "system")
-        found = next((kind for mark, kind in SYSTEM_MARKS if mark in system), None)
-    return found or "turn"
+    if last["role"] == "user":
+        for mark, call_kind in USER_MARKS:
+            if mark in last["content"]:
+                return call_kind
+    system = "\n".join(message["content"] for message in messages if message["role"] == "system")
+    for mark, call_kind in () if tools else SYSTEM_MARKS:
+        if mark in system:
+            return call_kind
+    return "turn"
 
 
 def _metadata(headers: Mapping[str, str], body: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from inference.errors import ApiError
 from inference.protocol import MAX_STOP_LENGTH, MAX_STOPS
-from rl.messages import Message, Tool
+from rl.messages import Message, Tool, ToolCall
 from rl.wires import Json, record_of
 
 MAX_DEPTH = 64
@@ -274,10 +274,29 @@ def _stops(field: Field) -> list[str]:
     return strings
 
 
-def common_record(ids: Iterable[str]) -> dict[str, Any]:
-    """`{"id": NAME}` if ids that a client has sent back are all of one record, which is then the message's."""
-    names = {name for identifier in ids if (name := record_of(identifier))}
-    return {"id": names.pop()} if len(names) == 1 else {}
+def arguments(field: Field) -> str:
+    """A call's, as the JSON text that they are, or of the object that some clients send; nothing is no argument."""
+    if isinstance(field.value, dict):
+        return field.json()
+    text = field.text("")
+    return text if text.strip() else "{}"
+
+
+def assistant(content: str, thinking: str, calls: list[ToolCall], ids: Iterable[str]) -> Message:
+    """An assistant's message.
+
+    Args:
+        ids: that the client has sent back; if all that name a record name the same, it is the message's id.
+    """
+    message: Message = {"role": "assistant", "content": content}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    records = {record for identifier in ids if (record := record_of(identifier))}
+    if len(records) == 1:
+        message["id"] = records.pop()
+    return message
 
 
 def with_names(messages: Iterable[Message]) -> tuple[Message, ...]:

@@ -8,11 +8,11 @@ from rl.identity import identity, kind_of_call
 from rl.messages import Message, Tool, ToolCall
 from rl.wire_body import (
     Field,
+    arguments,
+    assistant,
     choice,
-    common_record,
     function,
     hosted,
-    kind_of,
     load,
     note_effort,
     note_unknown,
@@ -140,21 +140,16 @@ def _message(item: Field, notes: list[str]) -> Message:
 def _assistant(item: Field) -> Message:
     if item["function_call"]:
         raise item["function_call"].error("this form is old; use tool_calls")
-    message: Message = {"role": "assistant", "content": parts(item["content"], TEXTS, joint="")}
-    thinking = item["reasoning_content"].text("") or item["reasoning"].text("")
-    if thinking:
-        message["thinking"] = thinking
     calls = [_call(call) for call in item["tool_calls"].items()]
-    if calls:
-        message["tool_calls"] = calls
-    return {**message, **common_record(call["id"] for call in calls)}
+    thinking = item["reasoning_content"].text("") or item["reasoning"].text("")
+    return assistant(parts(item["content"], TEXTS, joint=""), thinking, calls, [call["id"] for call in calls])
 
 
 def _call(call: Field) -> ToolCall:
-    kind_of(Field({"type": call["type"].text("function")}, call.where), ("function",), "only functions are called")
-    arguments = call["function"]["arguments"]
-    text = arguments.json() if isinstance(arguments.value, dict) else arguments.text("")
-    return {"id": call["id"].text(""), "name": call["function"]["name"].text(), "arguments": (text.strip() and text) or "{}"}
+    if call["type"].text("function") != "function":
+        raise call["type"].error("only calls of type 'function' can be read; leave others out")
+    called = call["function"]
+    return {"id": call["id"].text(""), "name": called["name"].text(), "arguments": arguments(called["arguments"])}
 
 
 class ChatWriter(BlockWriter):
@@ -204,8 +199,8 @@ class ChatWriter(BlockWriter):
     def close(self, block: Block) -> list[Event]:
         return []
 
-    def _call(self, block: Block, arguments: str) -> Json:
-        called = {"name": block.name, "arguments": arguments}
+    def _call(self, block: Block, text: str) -> Json:
+        called = {"name": block.name, "arguments": text}
         return {"id": f"call_{self._name}_{block.nth}", "type": "function", "function": called}
 
     def _chunk(self, delta: Json, reason: str | None = None) -> Event:
