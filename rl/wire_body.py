@@ -182,11 +182,12 @@ def note_effort(effort: Field, notes: list[str]) -> None:
 
 
 def function(tool: Field, schema: str, notes: list[str]) -> Tool:
-    """The one form of a function that a client offers.
+    """The one form of a function that a client offers, nested as Chat has it or flat.
 
     Args:
         schema: the field that has its parameters.
     """
+    tool = tool["function"] if tool["function"] else tool
     name, parameters = tool["name"].text(), tool[schema]
     if not name:
         raise tool["name"].error("is empty; give the tool a name")
@@ -211,25 +212,27 @@ def unique(tools: list[tuple[Field, Tool]]) -> tuple[Tool, ...]:
     seen: set[str] = set()
     for where, tool in tools:
         if tool["name"] in seen:
-            raise where.error(f"there are two tools {tool['name'][:80]!r}; give each a name of its own")
+            raise where.error(f"a tool before it is called {tool['name'][:80]!r} too; give each a name of its own")
         seen.add(tool["name"])
     return tuple(tool for _, tool in tools)
 
 
-def choice(value: Field, kind: str, notes: list[str], one_by_one: bool) -> bool:
-    """Whether tools may be called.
-
-    Args:
-        kind: what `tool_choice` says.
-        one_by_one: the client wants no two calls in a turn.
-    """
+def choice(wanted: Field, kind: str) -> bool:
+    """Whether tools may be called, as a `tool_choice` of that kind has it."""
     if kind not in ("auto", "none"):
-        raise value.error(f"{kind[:40]!r} is not supported, calls cannot be forced; use 'auto' or 'none'")
-    if one_by_one and kind == "auto":
-        note(notes, "parallel calls: the model may make several calls in one turn; it was asked not to")
+        raise wanted.error(f"{kind[:40]!r} is not supported, calls cannot be forced; use 'auto' or 'none'")
     return kind == "auto"
 
 
+def may_call(body: Field, notes: list[str]) -> bool:
+    """Whether tools may be called, in both of OpenAI's dialects."""
+    if body["parallel_tool_calls"] and not body["parallel_tool_calls"].flag() and body["tools"].value:
+        note(notes, f"parallel_tool_calls: {SEVERAL}")
+    wanted = body["tool_choice"]
+    return choice(wanted, wanted["type"].text() if isinstance(wanted.value, dict) else wanted.text("auto"))
+
+
+SEVERAL = "the model may make several calls in one turn; ignored"
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """fields that SamplingParams and clients call the same"""
 

@@ -10,10 +10,10 @@ from rl.wire_body import (
     Field,
     arguments,
     assistant,
-    choice,
     function,
     hosted,
     load,
+    may_call,
     note_effort,
     note_unknown,
     parts,
@@ -113,13 +113,9 @@ def _tools(body: Field, notes: list[str]) -> tuple[Tool, ...]:
         if item["type"].text("function") != "function":
             hosted(item, notes)
             continue
-        # the flat form is that of Responses; clients mix them up
-        inner = item["function"] if item["function"] else item
-        tools.append((inner["name"], function(inner, "parameters", notes)))
-    wanted = body["tool_choice"]
-    kind = wanted["type"].text() if isinstance(wanted.value, dict) else wanted.text("auto")
-    one_by_one = bool(body["parallel_tool_calls"]) and not body["parallel_tool_calls"].flag() and bool(tools)
-    return unique(tools) if choice(wanted, kind, notes, one_by_one) else ()
+        tools.append((item, function(item, "parameters", notes)))
+    found = unique(tools)
+    return found if may_call(body, notes) else ()
 
 
 def _message(item: Field, notes: list[str]) -> Message:

@@ -96,10 +96,11 @@ class ItemWriter(BlockWriter):
         """The item as far as it is written.
 
         Args:
-            status: None: that of the answer, which cuts its last item only.
+            status: None: as the answer is, which cuts its last item only.
         """
         if status is None:
-            status = "incomplete" if block is self.blocks[-1] and self._state == "incomplete" else "completed"
+            cut = block is self.blocks[-1] and self._state in ("incomplete", "failed")
+            status = "incomplete" if cut else "completed"
         item: Json = {"id": self._id(block), "type": "message", "status": status}
         parts = [self._part(block)] if block.parts else []
         if block.kind == "text":

@@ -1,8 +1,8 @@
 """OpenAI's Responses, as agent programs speak it. `WIRE` is the dialect (rl/wires.py); its writer is in wire_items.py.
 
 The items of one assistant's turn (reasoning, message, function calls) that follow each other are one message, unless their ids
-are of different records. Tools in a namespace are called NAMESPACE__TOOL; where two tools would get one name, the body is refused,
-so that each name leads back to its namespace.
+are of different records. Tools in a namespace are called NAMESPACE__TOOL; a body in which two tools would get one name is
+refused, so that each name leads back to its namespace.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from rl.wire_body import (
     Field,
     arguments,
     assistant,
-    choice,
     function,
     hosted,
     kind_of,
     load,
+    may_call,
     note,
     note_effort,
     note_unknown,
@@ -112,23 +112,18 @@ def _tools(body: Field, notes: list[str]) -> tuple[tuple[Tool, ...], dict[str, t
     for item in body["tools"].items():
         kind = item["type"].text()
         if kind == "function":
-            # the nested form is that of Chat; clients mix them up
-            inner = item["function"] if item["function"] else item
-            tools.append((inner["name"], function(inner, "parameters", notes)))
+            tools.append((item, function(item, "parameters", notes)))
         elif kind == "namespace":
             space = item["name"].text()
             for inner in item["tools"].items():
                 tool = function(inner, "parameters", notes)
                 joined = _joined(space, tool["name"])
                 namespaces[joined] = (space, tool["name"])
-                tools.append((inner["name"], {**tool, "name": joined}))
+                tools.append((inner, {**tool, "name": joined}))
         else:
             hosted(item, notes)
-    wanted = body["tool_choice"]
-    kind = wanted["type"].text() if isinstance(wanted.value, dict) else wanted.text("auto")
-    one_by_one = bool(body["parallel_tool_calls"]) and not body["parallel_tool_calls"].flag() and bool(tools)
     found = unique(tools)
-    return (found, namespaces) if choice(wanted, kind, notes, one_by_one) else ((), {})
+    return (found, namespaces) if may_call(body, notes) else ((), {})
 
 
 def _joined(space: str, name: str) -> str:
@@ -216,9 +211,9 @@ def _add(history: _History, item: Field, notes: list[str]) -> None:
 
 def _thinking(item: Field, notes: list[str]) -> str:
     """Of a reasoning item: all of it, else what a client has kept as its summary."""
-    if any(True for _ in item["content"].items()):
-        return parts(item["content"], {"reasoning_text": "text", "text": "text"}, joint="")
-    text = parts(item["summary"], {"summary_text": "text"})
-    if not text and item["encrypted_content"] and record_of(item["encrypted_content"].text()) is None:
+    text = parts(item["content"], {"reasoning_text": "text", "text": "text"}, joint="")
+    text = text or parts(item["summary"], {"summary_text": "text"})
+    sealed = item["encrypted_content"].text("")
+    if sealed and not text and record_of(sealed) is None:
         note(notes, f"{item.where}.encrypted_content: is of another model and is ignored")
     return text
