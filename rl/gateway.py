@@ -139,7 +139,7 @@ class Gateway:
     def _read(self, wire: Wire, request: Request, raw: bytes) -> tuple[Turn, Identity]:
         headers = {name.lower(): value for name, value in request.headers.items()}
         turn = wire.parse(raw, headers)
-        return turn, identity(headers, raw)
+        return turn, identity(headers)
 
     async def _count(self, request: Request) -> Response:
         wire = wire_messages.WIRE
