@@ -127,18 +127,6 @@ class Wire(Protocol):
         ...
 
 
-class ContextOverflow(ApiError):
-    """A history that has outgrown the context. Clients compact theirs when they are told so in the words that they know."""
-
-    def __init__(self, prompt_tokens: int, most: int) -> None:
-        super().__init__(
-            f"This model's maximum context length is {most} tokens, but the messages have {prompt_tokens}; shorten them",
-            param="messages",
-            code="context_length_exceeded",
-        )
-        self.prompt_tokens, self.most = prompt_tokens, most
-
-
 def new_name() -> str:
     """Of a record; in every id that its answer has."""
     return f"tx{secrets.token_hex(10)}"
