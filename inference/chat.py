@@ -1,4 +1,4 @@
-"""Conversations to token ids by the model's own chat template, and tool calls out of what it answers.
+"""Conversations to token ids by the model's own chat template.
 
 A template's output is text in which control tokens are spelled out. So that nobody opens or ends a turn by writing one, a
 mark goes into every place of a caller's text that could be part of a control token, before the template runs. What is then
@@ -7,9 +7,7 @@ a control token in the output was written by the template, and nothing else beco
 
 import json
 import re
-import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -21,10 +19,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from inference.text import StopStrings
 from models.tokenizer import Tokenizer
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PROVIDED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "reasoning_effort"}
 """the template's variables that are not for `chat_template_kwargs`"""
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
@@ -100,11 +96,14 @@ class _Guard:
 class ChatTemplate:
     """The Jinja template of a tokenizer, run as Hugging Face's libraries run it, in a sandbox.
 
+    Args:
+        markup: whether an assistant's own content may hold markup (`render`); otherwise what it spells is text.
+
     Raises:
         ValueError: the tokenizer has no template, or one that cannot be read.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, markup: bool = True) -> None:
         source = tokenizer.chat_template
         if source is None:
             raise ValueError("chat_template: the model has none; use /v1/completions, or put chat_template.jinja in its folder")
@@ -130,16 +129,24 @@ class ChatTemplate:
         self._split = re.compile(f"({'|'.join(map(re.escape, longest)) or NEVER})")
         self._guard = _Guard(self._special.keys())
         # Those that the library does not call special are markup (<think>) that the model itself writes in its turns.
-        markup = {text for text, token in self._special.items() if tokenizer.decode([token], skip_special=True)}
-        self._turn_guard = _Guard(self._special.keys() - markup)
+        own = {text for text, token in self._special.items() if markup and tokenizer.decode([token], skip_special=True)}
+        self._turn_guard = _Guard(self._special.keys() - own)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), **variables: Any) -> tuple[int, ...]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> tuple[int, ...]:
         """ids of the conversation, up to where the assistant's next turn begins.
 
         Control tokens are the template's alone. Those that a caller writes are ordinary text, but for markup
         (`<think>`, where the tokenizer does not call it special) in an assistant's own content.
 
         Args:
+            add_generation_prompt: whether the header of the assistant's next turn is at the end.
             variables: more of the template's variables.
 
         Raises:
@@ -155,7 +162,7 @@ class ChatTemplate:
             text = self._template.render(
                 messages=[self._message(message, mark) for message in messages],
                 tools=[self._guard.all(tool, mark, part=False) for tool in tools] or None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._tokens,
                 **self._guard.all(variables, mark),
             )
@@ -184,80 +191,3 @@ class ChatTemplate:
         for i, piece in enumerate(pieces):
             ids += [self._special[piece]] if i % 2 else self._tokenizer.encode(piece.replace(mark, ""))
         return ids
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    name: str
-    arguments: str
-    """a JSON object, as text"""
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-
-class ToolCalls:
-    """Finds `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen) in a text as it comes.
-
-    What is no such call stays text. The line break before a call, and white space after one, belong to the markup.
-    """
-
-    def __init__(self) -> None:
-        self._finder = StopStrings(["\n" + OPEN, OPEN])
-        self._opened = ""
-        """the markup that opened the call that is being read"""
-        self._body = ""
-        self._blank = ""
-        """white space after a call, held back until something follows"""
-        self._after = False
-        """whether a call ended here"""
-
-    def add(self, text: str) -> tuple[str, list[ToolCall]]:
-        """(text that is certain to be no call, calls that are complete)"""
-        shown, calls = "", []
-        while True:
-            new, found = self._finder.add(text)
-            if self._opened:
-                self._body += new
-            else:
-                shown += self._spaced(new)
-            if found is None:
-                return shown, calls
-            text = self._finder.rest
-            if self._opened:
-                call = _call(self._body)
-                if call is not None:
-                    calls.append(call)
-                    self._after, self._blank = True, ""
-                else:
-                    shown += self._spaced(self._opened + self._body + CLOSE)
-                self._opened, self._body = "", ""
-                self._finder = StopStrings(["\n" + OPEN, OPEN])
-            else:
-                self._opened = found
-                self._finder = StopStrings([CLOSE])
-
-    def flush(self) -> str:
-        """At the end of the text: what was held back; a call without an end is text."""
-        rest = self._opened + self._body + self._finder.flush()
-        self._opened = self._body = ""
-        return self._spaced(rest)
-
-    def _spaced(self, text: str) -> str:
-        if self._after and not text.strip():
-            self._blank += text
-            return ""
-        text, self._blank, self._after = self._blank + text, "", False
-        return text
-
-
-def _call(body: str) -> ToolCall | None:
-    try:
-        call = json.loads(body, parse_constant=_no_json)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
-        return None
-    return ToolCall(call["name"], json.dumps(call["arguments"], ensure_ascii=False)) if call["name"] else None
-
-
-def _no_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
