@@ -93,6 +93,42 @@ class _Guard:
         return value
 
 
+class Control:
+    """The control tokens of a tokenizer, and how they are kept apart from texts that spell them (module docstring)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        texts = {token: tokenizer.decode([token]) for token in tokenizer.special_ids}
+        self.special = {text: token for token, text in texts.items() if len(text) > 1}
+        """one character cannot be marked"""
+        longest = sorted(self.special, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest)) or NEVER})")
+        self.guard = _Guard(self.special.keys())
+
+    def mark(self, *values: Any) -> str:
+        """A mark for these JSON values. ValueError when they have every character that could be one."""
+        everything = json.dumps(values, ensure_ascii=False)
+        mark = next((mark for mark in MARKS if mark not in everything), None)
+        if mark is None:
+            raise ValueError("messages: they have every noncharacter of Unicode (U+FDD0 to U+FDEF); leave one out")
+        return mark
+
+    def encode(self, text: str, mark: str) -> list[int]:
+        """ids of a text in which what comes from a caller is marked (`guard`): control tokens only where nobody marked them."""
+        pieces = self._split.split(text)
+        control = [self.special[piece] for piece in pieces[1::2]]
+        if mark not in text:
+            ids = self._tokenizer.encode(text, allow_special=True)
+            if [token for token in ids if token in self._tokenizer.special_ids] == control:
+                return ids
+        # A caller spelled a control token, or something that the tokenizer's normaliser makes one: what the template wrote
+        # as one, and the texts between, each for itself.
+        ids = []
+        for i, piece in enumerate(pieces):
+            ids += [self.special[piece]] if i % 2 else self._tokenizer.encode(piece.replace(mark, ""))
+        return ids
+
+
 class ChatTemplate:
     """The Jinja template of a tokenizer, run as Hugging Face's libraries run it, in a sandbox.
 
@@ -120,17 +156,13 @@ class ChatTemplate:
         self.settable = names - PROVIDED
         """variables of the template's own, such as `enable_thinking`"""
         self._knows_tools = "tools" in names
-        self._tokenizer = tokenizer
         ids = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None), "pad_token": tokenizer.pad_id}
         self._tokens = {name: tokenizer.decode([token]) for name, token in ids.items() if token is not None}
-        texts = {token: tokenizer.decode([token]) for token in tokenizer.special_ids}
-        self._special = {text: token for token, text in texts.items() if len(text) > 1}  # one character cannot be marked
-        longest = sorted(self._special, key=len, reverse=True)
-        self._split = re.compile(f"({'|'.join(map(re.escape, longest)) or NEVER})")
-        self._guard = _Guard(self._special.keys())
+        self._control = Control(tokenizer)
         # Those that the library does not call special are markup (<think>) that the model itself writes in its turns.
-        own = {text for text, token in self._special.items() if markup and tokenizer.decode([token], skip_special=True)}
-        self._turn_guard = _Guard(self._special.keys() - own)
+        special = self._control.special
+        own = {text for text, token in special.items() if markup and tokenizer.decode([token], skip_special=True)}
+        self._turn_guard = _Guard(special.keys() - own)
 
     def render(
         self,
@@ -154,40 +186,24 @@ class ChatTemplate:
         """
         if tools and not self._knows_tools:
             raise ValueError("tools: the model's chat template has no place for them; leave them out")
-        everything = json.dumps([messages, tools, variables], ensure_ascii=False)
-        mark = next((mark for mark in MARKS if mark not in everything), None)
-        if mark is None:
-            raise ValueError("messages: they have every noncharacter of Unicode (U+FDD0 to U+FDEF); leave one out")
+        mark = self._control.mark(messages, tools, variables)
+        guard = self._control.guard
         try:
             text = self._template.render(
                 messages=[self._message(message, mark) for message in messages],
-                tools=[self._guard.all(tool, mark, part=False) for tool in tools] or None,
+                tools=[guard.all(tool, mark, part=False) for tool in tools] or None,
                 add_generation_prompt=add_generation_prompt,
                 **self._tokens,
-                **self._guard.all(variables, mark),
+                **guard.all(variables, mark),
             )
         except Exception as error:  # a template is a program: whatever it raises is about these messages
             raise ValueError(f"messages: the chat template refuses them: {error or type(error).__name__}") from error
-        return tuple(self._encode(text, mark))
+        return tuple(self._control.encode(text, mark))
 
     def _message(self, message: Message, mark: str) -> Message:
-        guard = self._turn_guard if message["role"] == "assistant" else self._guard
-        marked = {name: self._guard.all(value, mark) for name, value in message.items()}
+        guard = self._turn_guard if message["role"] == "assistant" else self._control.guard
+        marked = {name: self._control.guard.all(value, mark) for name, value in message.items()}
         marked |= {"role": message["role"], "content": guard.text(message["content"], mark)}
         if "tool_calls" in marked:
             marked["tool_calls"] = [{**call, "type": "function"} for call in marked["tool_calls"]]
         return marked
-
-    def _encode(self, text: str, mark: str) -> list[int]:
-        pieces = self._split.split(text)
-        control = [self._special[piece] for piece in pieces[1::2]]
-        if mark not in text:
-            ids = self._tokenizer.encode(text, allow_special=True)
-            if [token for token in ids if token in self._tokenizer.special_ids] == control:
-                return ids
-        # A caller spelled a control token, or something that the tokenizer's normaliser makes one: what the template wrote
-        # as one, and the texts between, each for itself.
-        ids = []
-        for i, piece in enumerate(pieces):
-            ids += [self._special[piece]] if i % 2 else self._tokenizer.encode(piece.replace(mark, ""))
-        return ids

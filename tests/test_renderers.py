@@ -125,10 +125,10 @@ def test_smollm2_equals_its_own_template(turns: list[tuple[str, str]], generate:
     template = jinja2.Environment(keep_trailing_newline=True).from_string(SMOLLM2_TEMPLATE)
     text = template.render(messages=messages, add_generation_prompt=generate)
     for tokenizer in (BYTES, MERGING):
-        assert SmolLM2(tokenizer).render(messages, generate) == tokenizer.encode(text, allow_special=True)
+        assert SmolLM2(tokenizer).render(messages, add_generation_prompt=generate) == tokenizer.encode(text, allow_special=True)
     said: Message = {"role": "assistant", "content": "42"}
     text = template.render(messages=[*messages, said, *messages[1:]], add_generation_prompt=generate)
-    assert SmolLM2(BYTES).render([*messages, said, *messages[1:]], generate) == BYTES.encode(text, allow_special=True)
+    assert SmolLM2(BYTES).render([*messages, said, *messages[1:]], add_generation_prompt=generate) == BYTES.encode(text, allow_special=True)
 
 
 @pytest.mark.real
