@@ -26,8 +26,7 @@ from rl.wires import Block, BlockWriter, Event, Json, Turn, Usage
 BODY = SAMPLING | {
     *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "n", "max_tokens"),
     *("max_completion_tokens", "response_format", "reasoning_effort", "logprobs", "top_logprobs", "functions", "function_call"),
-    *("modalities", "audio"),
-    *("stop"),
+    *("modalities", "audio", "stop"),
     # change no token
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("verbosity", "prediction", "priority", "client_metadata"),

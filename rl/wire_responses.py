@@ -32,9 +32,8 @@ from rl.wires import Json, Turn, record_of
 
 BODY = SAMPLING | {
     *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "stream", "max_output_tokens", "text"),
-    *("reasoning", "include", "previous_response_id", "conversation", "prompt", "background"),
-    *("stop"),
-    *("top_logprobs"),
+    *("reasoning", "include", "previous_response_id", "conversation", "prompt", "background", "stop"),
+    "top_logprobs",
     # change no token
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("client_metadata", "stream_options", "truncation", "max_tool_calls", "priority"),

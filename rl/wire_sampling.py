@@ -15,7 +15,7 @@ SAMPLING = {*NUMBERS, "top_k", "seed", "ignore_eos", "stop_token_ids", "allowed_
 """fields that all dialects know; most are vLLM's"""
 
 
-def sampling(body: Field, most: Iterable[str], stop: str | None) -> dict[str, Any]:
+def sampling(body: Field, most: Iterable[str], stop: str) -> dict[str, Any]:
     """Fields of SamplingParams that a body sets; what they may be, SamplingParams says.
 
     Args:
@@ -23,8 +23,10 @@ def sampling(body: Field, most: Iterable[str], stop: str | None) -> dict[str, An
         stop: the field with stop strings.
     """
     given: dict[str, Any] = {name: body[name].number() for name in NUMBERS if body[name]}
-    given |= {name: body[name].integer(0, 2**32 - 1) for name in ("seed",) if body[name]}
-    given |= {"ignore_eos": True} if body["ignore_eos"].flag() else {}
+    if body["seed"]:
+        given["seed"] = body["seed"].integer(0, 2**32 - 1)
+    if body["ignore_eos"].flag():
+        given["ignore_eos"] = True
     if body["top_k"]:
         given["top_k"] = max(body["top_k"].integer(-1), 0)  # -1 is vLLM's way to switch it off
     bound = next((body[name] for name in most if body[name]), None)
@@ -35,7 +37,7 @@ def sampling(body: Field, most: Iterable[str], stop: str | None) -> dict[str, An
             given[ours] = tuple(item.integer() for item in body[name].items())
     if body["logit_bias"]:
         given["logit_bias"] = tuple(_biases(body["logit_bias"]))
-    if stop is not None and (strings := tuple(_stops(body[stop]))):
+    if strings := tuple(_stops(body[stop])):
         given["stop"] = strings
     return given
 
