@@ -45,7 +45,7 @@ class Turned(Answer):
         self.stream, self.end = turn.stream, b"data: [DONE]\n\n" if wire.done else b""
         self._session, self._asked, self._wire, self._mine = session, asked, wire, mine
         self._writer = wire.writer(turn, asked.name, created)
-        self._reader = session.renderer.reader()
+        self._reader = session.renderer.reader(turn.tools)
         self._parts: list[Tokens] = []
         self._seen = 0
         self._begun = False

@@ -25,7 +25,7 @@ from inference.types import Completion, FinishReason, Request, SamplingParams, T
 from rl.environments import Reward
 from rl.graph import Graph
 from rl.histories import Histories
-from rl.messages import CallKind, Message, canonical
+from rl.messages import CallKind, Message, Tool, canonical
 from rl.records import Call, Episode, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import sample_seed
@@ -49,7 +49,7 @@ class Asked:
     """names what was asked, up to its last message"""
     key: bytes
     """that a retry has too"""
-    kind: CallKind
+    tools: tuple[Tool, ...]
     done: Future[Completion] = field(default_factory=Future)
 
 
@@ -140,7 +140,7 @@ class Session:
                 ),
                 prompt.digest,
                 key,
-                turn.kind,
+                turn.tools,
             )
             self._answers[key] = asked
             self._running.add(name)
@@ -150,7 +150,7 @@ class Session:
     def commit(self, asked: Asked, completion: Completion) -> Message:
         """Records what was sampled, and returns it as a message."""
         with self._lock:
-            message = self.renderer.parse(completion.ids.tolist(), f"call_{asked.name}")
+            message = self.renderer.parse(completion.ids.tolist(), f"call_{asked.name}", asked.tools)
             node = self._record(asked, completion, completion.finish_reason, message)
             self.graph.supersede(node)
             self._histories.said(asked.conversation, message, node, asked.name)
@@ -172,7 +172,7 @@ class Session:
                         for name in ("ids", "logprobs", "logprobs_full", "versions", "top_ids", "top_logprobs")
                     }
                 )
-                message = self.renderer.parse(whole.ids.tolist(), f"call_{asked.name}")
+                message = self.renderer.parse(whole.ids.tolist(), f"call_{asked.name}", asked.tools)
                 self.graph.mark(self._record(asked, whole, FinishReason.ABORT, message), "abandoned")
             self._running.discard(asked.name)
             self.changed = True

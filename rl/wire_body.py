@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from inference.errors import ApiError
-from inference.protocol import MAX_STOP_LENGTH, MAX_STOPS
 from rl.messages import Message, Tool, ToolCall
 from rl.wires import Json, record_of
 
@@ -19,6 +18,7 @@ MAX_DEPTH = 64
 MAX_INT = 2**31 - 1
 HALF = re.compile("[\ud800-\udfff]")
 """half of a surrogate pair: JSON may escape one, UTF-8 has none"""
+BROKEN = "has half of a surrogate pair, which is no text; cut strings between characters"
 
 
 class Field:
@@ -63,7 +63,7 @@ class Field:
         if not isinstance(self.value, str):
             raise self._mistyped("a string")
         if HALF.search(self.value):
-            raise self.error("has half of a surrogate pair, which is no text; cut strings between characters")
+            raise self.error(BROKEN)
         return self.value
 
     def flag(self) -> bool:
@@ -83,18 +83,17 @@ class Field:
         return int(self.value)
 
     def json(self) -> str:
-        """The JSON text of an object, half surrogates escaped."""
-        self.shallow()
-        text = json.dumps(self.object(), ensure_ascii=False)
+        """The JSON text of an object; half surrogates, which a model may have written as escapes, are escaped again."""
+        text = json.dumps(self.shallow(), ensure_ascii=False)
         return HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
-    def shallow(self) -> None:
-        """Refuses what is nested deeper than `MAX_DEPTH`."""
-        level = [self.value]
+    def shallow(self) -> Json:
+        """An object that is nested no deeper than `MAX_DEPTH`."""
+        level: list[Any] = [self.object()]
         for _ in range(MAX_DEPTH):
             level = [inner for value in level for inner in _inside(value)]
             if not level:
-                return
+                return self.value
         raise self.error(f"is nested deeper than {MAX_DEPTH}; make it flatter")
 
     def _mistyped(self, wanted: str) -> ApiError:
@@ -156,9 +155,9 @@ def parts(content: Field, kinds: Mapping[str, str], joint: str = "\n") -> str:
     return joint.join(part[kinds[kind_of(part, kinds, "only text can be read")]].text() for part in content.items())
 
 
-def kind_of(part: Field, kinds: Iterable[str], why: str) -> str:
+def kind_of(part: Field, kinds: Iterable[str], why: str, default: str | None = None) -> str:
     """The `type` of a part or item, one of `kinds`."""
-    kind = part["type"].text()
+    kind = part["type"].text(default)
     if kind not in kinds:
         raise part["type"].error(f"{kind[:40]!r} is not supported, {why}; it can be {', '.join(sorted(kinds))}")
     return kind
@@ -193,8 +192,8 @@ def function(tool: Field, schema: str, notes: list[str]) -> Tool:
         raise tool["name"].error("is empty; give the tool a name")
     if tool["strict"].flag():
         note(notes, f"{tool.where}.strict: arguments are not constrained to the schema; ignored")
-    if parameters:
-        parameters.json()  # refuses what is no object, and too deep
+    if parameters and HALF.search(json.dumps(parameters.shallow(), ensure_ascii=False)):
+        raise parameters.error(BROKEN)
     return {
         "name": name,
         "description": tool["description"].text(""),
@@ -233,48 +232,6 @@ def may_call(body: Field, notes: list[str]) -> bool:
 
 
 SEVERAL = "the model may make several calls in one turn; ignored"
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""fields that SamplingParams and clients call the same"""
-
-
-def sampling(body: Field, most: Iterable[str], stop: str | None) -> dict[str, Any]:
-    """Fields of SamplingParams that a body sets; what they may be, SamplingParams says.
-
-    Args:
-        most: fields that may bound the sampled tokens; the first that is there counts.
-        stop: the field with stop strings.
-    """
-    given: dict[str, Any] = {name: body[name].number() for name in NUMBERS if body[name]}
-    given |= {name: body[name].integer(0, 2**32 - 1) for name in ("seed",) if body[name]}
-    given |= {"ignore_eos": True} if body["ignore_eos"].flag() else {}
-    if body["top_k"]:
-        given["top_k"] = max(body["top_k"].integer(-1), 0)  # -1 is vLLM's way to switch it off
-    bound = next((body[name] for name in most if body[name]), None)
-    if bound is not None:
-        given["max_tokens"] = bound.integer(1)
-    for name, ours in (("stop_token_ids", "stop_ids"), ("allowed_token_ids", "allowed_ids")):
-        if body[name]:
-            given[ours] = tuple(item.integer() for item in body[name].items())
-    if body["logit_bias"]:
-        given["logit_bias"] = tuple(_biases(body["logit_bias"]))
-    if stop is not None and (strings := tuple(_stops(body[stop]))):
-        given["stop"] = strings
-    return given
-
-
-def _biases(field: Field) -> Iterator[tuple[int, float]]:
-    for name in field.object():
-        if not re.fullmatch("[0-9]{1,9}", name):
-            raise field.error("its keys are token ids")
-        yield int(name), field[name].number()
-
-
-def _stops(field: Field) -> list[str]:
-    one = isinstance(field.value, str)
-    strings = [field.text()] if one else [item.text() for item in field.items()]
-    if len(strings) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in strings):
-        raise field.error(f"takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
-    return strings
 
 
 def arguments(field: Field) -> str:

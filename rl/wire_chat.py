@@ -17,17 +17,16 @@ from rl.wire_body import (
     note_effort,
     note_unknown,
     parts,
-    sampling,
     unique,
     with_names,
 )
+from rl.wire_sampling import SAMPLING, sampling
 from rl.wires import Block, BlockWriter, Event, Json, Turn, Usage
 
-BODY = {
+BODY = SAMPLING | {
     *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "n", "max_tokens"),
     *("max_completion_tokens", "response_format", "reasoning_effort", "logprobs", "top_logprobs", "functions", "function_call"),
-    *("modalities", "audio", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "stop", "ignore_eos", "stop_token_ids", "allowed_token_ids", "logit_bias"),
+    *("modalities", "audio", "stop"),
     # change no token
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("verbosity", "prediction", "priority", "client_metadata"),

@@ -25,16 +25,15 @@ from rl.wire_body import (
     note_effort,
     note_unknown,
     parts,
-    sampling,
     unique,
     with_names,
 )
+from rl.wire_sampling import SAMPLING, sampling
 from rl.wires import Block, BlockWriter, ContextOverflow, Event, Json, Turn, Usage
 
-BODY = {
-    *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "temperature", "top_p"),
-    *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "ignore_eos", "stop_token_ids"),
-    *("allowed_token_ids", "logit_bias", "thinking", "output_config", "output_format", "context_management", "mcp_servers"),
+BODY = SAMPLING | {
+    *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"),
+    *("thinking", "output_config", "output_format", "context_management", "mcp_servers"),
     # change no token
     *("metadata", "service_tier", "cache_control", "inference_geo", "betas", "speed"),
 }

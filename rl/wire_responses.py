@@ -23,18 +23,17 @@ from rl.wire_body import (
     note_effort,
     note_unknown,
     parts,
-    sampling,
     unique,
     with_names,
 )
 from rl.wire_items import ItemWriter, ResponsesTurn
+from rl.wire_sampling import SAMPLING, sampling
 from rl.wires import Json, Turn, record_of
 
-BODY = {
+BODY = SAMPLING | {
     *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "stream", "max_output_tokens", "text"),
-    *("reasoning", "include", "previous_response_id", "conversation", "prompt", "background", "temperature", "top_p", "top_k"),
-    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "stop_token_ids"),
-    *("allowed_token_ids", "logit_bias", "top_logprobs"),
+    *("reasoning", "include", "previous_response_id", "conversation", "prompt", "background", "stop"),
+    "top_logprobs",
     # change no token
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("client_metadata", "stream_options", "truncation", "max_tool_calls", "priority"),
@@ -188,7 +187,7 @@ def _add(history: _History, item: Field, notes: list[str]) -> None:
         raise item["type"].error("nothing is stored that could be referred to; send the item itself")
     if kind == "custom_tool_call" or kind == "custom_tool_call_output":
         raise item["type"].error("tools of type 'custom' cannot be called; offer them as functions")
-    kind = kind_of(Field({"type": kind}, item.where), ITEMS, "it is no part of a conversation here")
+    kind_of(item, ITEMS, "it is no part of a conversation here", "message")
     own = item["id"].text("")
     if kind == "function_call_output":
         output = parts(item["output"], TEXTS)

@@ -8,6 +8,7 @@ Messages). Nothing here knows tokens.
 
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -156,7 +157,7 @@ class Block:
         return "".join(self.parts)
 
 
-class BlockWriter:
+class BlockWriter(ABC):
     """What the writers have in common: pieces as blocks. A piece without text is in none."""
 
     def __init__(self) -> None:
@@ -186,11 +187,11 @@ class BlockWriter:
     def calls(self) -> list[Block]:
         return [block for block in self.blocks if block.kind == "call"]
 
-    def open(self, block: Block) -> list[Event]:
-        raise NotImplementedError
+    @abstractmethod
+    def open(self, block: Block) -> list[Event]: ...
 
-    def grow(self, block: Block, text: str) -> list[Event]:
-        raise NotImplementedError
+    @abstractmethod
+    def grow(self, block: Block, text: str) -> list[Event]: ...
 
-    def close(self, block: Block) -> list[Event]:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self, block: Block) -> list[Event]: ...
