@@ -317,6 +317,9 @@ def test_what_for(system: str, user: str, tools: bool, kind: str) -> None:
         else:
             body["messages" if wire == "chat" else "input"] = [{"role": "system", "content": system}, told]
         assert read(wire, body).kind == kind
+        if wire == "messages":
+            body["messages"].append({"role": "system", "content": "a reminder"})
+            assert read(wire, body).kind == kind
     assert MESSAGES.parse_count(json.dumps(FIRST["messages"]).encode(), {}).kind == "count"
 
 
