@@ -193,7 +193,7 @@ class Episodes:
         """Commits a completion and asks the environment."""
         rollout, graph = batch.rollouts[name], batch.rollouts[name].graph
         rollout.generate_s += time.perf_counter() - rollout.since
-        message = self.renderer.parse(completion.ids.tolist())
+        message = self.renderer.parse(completion.ids.tolist(), f"call_{rollout.turns}")
         before = rollout.node
         if len(completion.ids):
             rollout.node = graph.add_completion(
@@ -240,11 +240,13 @@ class Episodes:
         if rollout.turns >= self.max_turns:
             return self._over(batch, name, "truncated", "max_turns", rewards=step.rewards)
         ids = rollout.graph.path_ids(rollout.node)
-        prompt = [*ids, *self.renderer.bridge(ids, list(step.messages))]
+        added = self.renderer.bridge(ids, step.messages)
+        whole = [*rollout.messages, *step.messages]
+        prompt = self.renderer.render(whole) if added is None else [*ids, *added]  # rendered anew, the record forks
         if len(prompt) >= self.max_context:
             return self._over(batch, name, "truncated", "context", rewards=step.rewards)
         rollout.node = rollout.graph.extend(prompt, messages=step.messages, kind="tool")
-        rollout.messages.extend(step.messages)
+        rollout.messages = whole
         self._submit(batch, name)
 
     def _over(self, batch: Batch, name: str, status: EpisodeStatus, reason: str, **changes: Any) -> None:

@@ -7,6 +7,7 @@ Messages). Nothing here knows tokens.
 """
 
 import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,6 +126,11 @@ class Wire(Protocol):
     def error(self, error: ApiError) -> Json:
         """The body of an answer that is an error; one of code `context_length_exceeded` in the client's own words."""
         ...
+
+
+def new_name() -> str:
+    """Of a record; in every id that its answer has."""
+    return f"tx{secrets.token_hex(10)}"
 
 
 def record_of(identifier: str) -> str | None:
