@@ -27,7 +27,7 @@ MAIN = "main"
 METADATA = "x-codex-turn-metadata"
 
 SYSTEM_MARKS: tuple[tuple[str, CallKind], ...] = (
-    ("context summarization assistant", "compaction"),  # Pi, opencode
+    ("You are a context summarization", "compaction"),  # Pi, opencode
     ("tasked with summarizing conversations", "compaction"),  # opencode before, Claude Code's background sessions
     ("that summarizes internal chat history", "compaction"),  # Qwen Code
     ("title generator", "title"),  # opencode
