@@ -85,6 +85,13 @@ def test_why_it_ends(pieces: list[Piece], cut: bool, chat: str, responses: str, 
     assert answer("messages", pieces, cut)[1]["stop_reason"] == messages
 
 
+def test_a_stop_string_of_the_client_is_named() -> None:
+    writer = MESSAGES.writer(read("messages", FIRST["messages"]), NAME, created=1)
+    writer.begin(USAGE)
+    writer.end(False, USAGE, stop="END")
+    assert (writer.whole()["stop_reason"], writer.whole()["stop_sequence"]) == ("stop_sequence", "END")
+
+
 def test_counts_are_true() -> None:
     assert answer("chat", [])[1]["usage"] == {
         "prompt_tokens": 7,
@@ -341,6 +348,8 @@ def test_what_for(system: str, user: str, tools: bool, kind: str) -> None:
         ("chat", {"max_tokens": 0}, r"max_tokens: must be a whole number in \[1, 2147483647\], got a number"),
         ("chat", {"temperature": "hot"}, "temperature: must be a number"),
         ("chat", {"stop": [""]}, "stop: takes at most 16 strings of 1 to 256 characters"),
+        ("chat", {"stop_token_ids": [7]}, "stop_token_ids: the chat format's own tokens end a turn; use stop"),
+        ("messages", {"stop_token_ids": [7]}, "stop_token_ids: the chat format's own tokens end a turn; use stop_sequences"),
         ("chat", {"logit_bias": {"a": 1}}, "logit_bias: its keys are token ids"),
         ("chat", {"messages": [{"role": "robot"}]}, "messages.0.role: 'robot' is unknown; use one of system"),
         (
