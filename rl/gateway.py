@@ -22,9 +22,11 @@ from inference.answers import Answer, Json, to_bytes
 from inference.api import Door, given_key
 from inference.errors import ApiError
 from inference.reply import json_response, read_body
+from inference.text import StopStrings
 from inference.types import Completion, Tokens
 from rl import wire_chat, wire_messages, wire_responses
 from rl.identity import identity
+from rl.messages import Piece
 from rl.registry import Sessions, finish_body, open_body
 from rl.sessions import Asked, Session
 from rl.wires import Event, Identity, Turn, Usage, Wire
@@ -49,6 +51,7 @@ class Turned(Answer):
         self._parts: list[Tokens] = []
         self._seen = 0
         self._begun = False
+        self._stops = StopStrings(asked.request.params.stop)
 
     async def ready(self) -> None:
         if not self._mine:
@@ -69,9 +72,10 @@ class Turned(Answer):
     def closing(self) -> list[Event]:
         completion = self._asked.done.result()
         events = self._pieces(completion.ids.tolist()) if not self._mine else []
-        last = self._reader.flush()
-        usage = Usage(len(completion.prompt_ids), completion.cached_tokens, len(completion.ids))
-        return [*events, *self._writer.add(last), *self._writer.end(completion.finish_reason == "length", usage)]
+        last = [*self._shown(self._reader.flush()), Piece("text", self._stops.flush())]
+        usage = Usage(prompt=len(completion.prompt_ids), cached=completion.cached_tokens, sampled=len(completion.ids))
+        cut = completion.finish_reason == "length"
+        return [*events, *self._writer.add(last), *self._writer.end(cut, usage, self._stops.found)]
 
     def whole(self) -> Json:
         self.closing()
@@ -81,8 +85,18 @@ class Turned(Answer):
         events: list[Event] = []
         if not self._begun:
             self._begun = True
-            events += self._writer.begin(Usage(len(self._asked.request.prompt_ids)))
-        return [*events, *self._writer.add(self._reader.add(ids))]
+            events += self._writer.begin(Usage(prompt=len(self._asked.request.prompt_ids)))
+        return [*events, *self._writer.add(self._shown(self._reader.add(ids)))]
+
+    def _shown(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Text up to a stop string, as `Session.commit` has it; what may begin one is held back."""
+        shown = []
+        for piece in pieces:
+            if piece.kind == "text":
+                shown.append(Piece("text", self._stops.add(piece.text)[0]))
+            else:
+                shown += [Piece("text", self._stops.flush()), piece]
+        return shown
 
     def event(self, item: Any) -> bytes:
         name, data = item
@@ -116,6 +130,7 @@ class Gateway:
     def __init__(self, door: Door, sessions: Sessions, wires: Sequence[Wire] = WIRES) -> None:
         self.door, self.sessions = door, sessions
         app = door.app
+        others = len(app.router.routes)
         for prefix in ("", "/s/{session}"):
             for wire in WIRES if prefix else wires:
                 app.add_api_route(prefix + wire.path, partial(self._turn, wire), methods=["POST"])
@@ -126,6 +141,8 @@ class Gateway:
         app.add_api_route("/sessions", self._open, methods=["POST"])
         app.add_api_route("/sessions/{session}", self._state, methods=["GET"])
         app.add_api_route("/sessions/{session}/finish", self._finish, methods=["POST"])
+        # the first route that fits answers: these before the door's
+        app.router.routes[:] = app.router.routes[others:] + app.router.routes[:others]
 
     async def _turn(self, wire: Wire, request: Request) -> Response:
         return await self.door.post(wire.path, partial(self._make, wire, request), request, self._check, wire.error)

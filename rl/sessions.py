@@ -151,6 +151,8 @@ class Session:
         """Records what was sampled, and returns it as a message."""
         with self._lock:
             message = self.renderer.parse(completion.ids.tolist(), f"call_{asked.name}", asked.tools)
+            for stop in asked.request.params.stop:  # the client is not shown it, and so does not send it back
+                message["content"] = message["content"].partition(stop)[0]
             node = self._record(asked, completion, completion.finish_reason, message)
             self.graph.supersede(node)
             self._histories.said(asked.conversation, message, node, asked.name)
