@@ -254,6 +254,17 @@ def test_results_and_texts_keep_their_order() -> None:
     ]
 
 
+def test_deferred_tools_are_where_they_were_found() -> None:
+    """The tools at the start stay the same when one is found, so that the history goes on."""
+    late = {**FORMS["messages"], "name": "late", "defer_loading": True}
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("late", "gone")]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": found}]}
+    turn = read("messages", {**FIRST["messages"], "messages": [result], "tools": [late, FORMS["messages"]]})
+    assert [tool["name"] for tool in turn.tools] == ["look"]
+    first, second = turn.messages[0]["content"].split("\n")
+    assert (json.loads(first), second) == ({"name": "late", "description": "d", "parameters": SCHEMA}, "gone")
+
+
 # ---- who asks, and what for
 
 
