@@ -67,7 +67,8 @@ class Turned(Answer):
             self._parts.append(part)
         new = part.ids[self._seen :] if isinstance(part, Completion) else part.ids
         self._seen += len(new)
-        return self._pieces(new.tolist())
+        events = self._pieces(new.tolist())
+        return events if self.stream else []
 
     def closing(self) -> list[Event]:
         completion = self._asked.done.result()
