@@ -1,13 +1,13 @@
-"""Runs what models write, shut in: no network, a system that cannot be written, no other processes in sight, limits on everything.
+"""Runs what models write, shut in: no network, a read-only system, no other processes in sight, limits on everything.
 
-A command runs in Linux namespaces of its own (mount, process, network, IPC, host name) with no capability, in a root of its own
-that holds `/usr` and what belongs to it, read-only, `/tmp` in memory, and `/work`: the folder that a task's files are in. Files of
-the machine that are not named here are not there: no home folders, no keys, no checkout. Of root's it runs as a user that nobody
-is, drawn anew each time, who then owns the folder; of anybody else's in a user namespace. Needs util-linux and a kernel that lets
-this user make namespaces. Where that is not so it is refused, never weakened.
+A command runs in Linux namespaces of its own (mount, process, network, IPC, host name) with no capability, in a root of its
+own that holds `/usr` and what belongs to it, read-only, `/tmp` in memory, and `/work`: the folder that a task's files are in.
+Files of the machine that are not named here are not there: no home folders, no keys, no checkout. Of root's it runs as a user
+that nobody is, drawn anew each time, who then owns the folder; of anybody else's in a user namespace. Needs util-linux and a
+kernel that lets this user make namespaces. Where that is not so it is refused, never weakened.
 
-It is no virtual machine: a fault in the kernel is a way out. Memory is limited for each process, so that all of a command may take
-`processes` times `memory_mb`; files in `/work` are on the machine's disk, limited one by one.
+It is no virtual machine: a fault in the kernel is a way out. Memory is limited for each process, so that all of a command may
+take `processes` times `memory_mb`; files in `/work` are on the machine's disk, limited one by one.
 """
 
 import os
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -31,7 +32,6 @@ ENV = {"PATH": "/usr/local/bin:/usr/bin:/usr/sbin:/bin", "HOME": "/work", "LANG"
 JAIL = """
 set -e
 bind_ro() {{ mount --rbind "$1" "$2"; mount -o remount,bind,ro,nosuid "$2"; }}
-mount --make-rprivate /
 mount -t tmpfs -o size=16m,mode=755 jail {root}
 cd {root}
 mkdir usr proc dev tmp work etc old
@@ -52,7 +52,7 @@ mount -o remount,bind,nosuid,nodev work
 pivot_root . old
 umount -l /old
 rmdir /old
-mount -o remount,ro,nosuid /
+mount -o remount,bind,ro,nosuid /
 cd /work
 exec setpriv {user} --no-new-privs --inh-caps=-all --bounding-set=-all prlimit {limits} -- "$@"
 """
@@ -94,7 +94,7 @@ class Sandbox:
             ran = self.run(["sh", "-c", PROBE], Path(folder))
         if ran.output != "isolated\n":
             raise ValueError(
-                f"sandbox: this machine does not isolate ({ran.output.strip() or ran.code}); let this user make user namespaces "
+                f"sandbox: this machine does not isolate ({ran.output.strip() or ran.code}); let this user make namespaces "
                 f"(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns); nothing is run without it"
             )
 
@@ -185,16 +185,12 @@ def _give(folder: Path, user: int) -> None:
 
 
 def _feed(pipe: IO[bytes], data: bytes) -> None:
-    try:
-        with pipe:
-            pipe.write(data)
-    except BrokenPipeError:
-        pass  # it has not read all of it
+    with suppress(BrokenPipeError), pipe:  # it need not read all of it
+        pipe.write(data)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Ends all of a command: with the first process of a process namespace go the others."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    """Ends all of a command, if it runs: with the first process of a process namespace go the others."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
