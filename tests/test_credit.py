@@ -39,7 +39,7 @@ def rollout(number: int, reward: float | None) -> Rollout:
         message={"role": "assistant", "content": ""},
     )
     graph.finish("completed" if reward is not None else "failed", rewards=[] if reward is None else [Reward("r", reward)])
-    return Rollout(task, graph, list(task.messages), sampled_tokens=2)
+    return Rollout(task, graph, sampled_tokens=2)
 
 
 class Reader:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +19,16 @@ import pytest
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from models.tokenizer import ByteTokenizer
+from rl.agents import stepping
 from rl.credit import AdvantageConfig, samples_of
 from rl.environments import Reward, Step, Task, finish, make_task
+from rl.episodes import Episodes
 from rl.files import Records
 from rl.journal import Journal
 from rl.learn import learn
 from rl.messages import Message
 from rl.renderers import ChatML
-from rl.rollout import Episodes, Rollout
+from rl.rollout import Rollout
 from rl.workers import Inline
 
 REPO = Path(__file__).parents[1]
@@ -113,7 +116,8 @@ END = RENDERER.stop_ids[0]
 def episodes(engine: Scripted, environment: Counting, tasks: int = 2, samples: int = 3, **options: Any) -> list[Rollout]:
     params = SamplingParams(max_tokens=9, temperature=options.pop("temperature", 0.7))
     batch = {"label": options.pop("label", "train-4"), "trainable": options.pop("trainable", True)}
-    running = Episodes(engine, Inline(environment), RENDERER, **{"seed": 3, "max_turns": 3, "max_context": 500, **options})
+    begin = partial(stepping, Inline(environment))
+    running = Episodes(engine, begin, RENDERER, **{"seed": 3, "max_turns": 3, "max_context": 500, **options})
     given = [environment.task(k) for k in range(5, 5 + tasks)]
     return running.finish(running.start(given, samples=samples, params=params, **batch))
 
