@@ -148,5 +148,7 @@ def _used(call: ToolCall, tools: Mapping[str, Callable[..., str]]) -> str:
         return tools[name](**arguments)
     except OSError:
         raise
+    except ValueError as error:  # in the tool's own words
+        return f"error: {error}"
     except Exception as error:  # whatever a tool makes of odd values is the model's to read
         return f"error: {type(error).__name__}: {error}"

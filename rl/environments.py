@@ -139,6 +139,23 @@ def answer_text(message: Message, rule: AnswerRule = "first_line") -> str:
     return text if rule == "whole" else text.split("\n", 1)[0].strip()
 
 
+def text_scores(given: str, answer: str) -> dict[str, float]:
+    """Of an answer in digits. exact: 0 or 1; right: share of characters right in place, of the longer text; digits: share of
+    characters that are digits."""
+    return {
+        "exact": float(given == answer),
+        "right": sum(a == b for a, b in zip(given, answer, strict=False)) / max(len(given), len(answer)),
+        "digits": sum(c in "0123456789" for c in given) / max(len(given), 1),
+    }
+
+
+def component_weights(given: Mapping[str, float], **defaults: float) -> dict[str, float]:
+    """The weights of a reward's components. ValueError for an unknown one."""
+    if unknown := sorted(set(given) - set(defaults)):
+        raise ValueError(f"weights: there is no component {unknown[0]!r}; use some of {', '.join(defaults)}")
+    return {**defaults, **given}
+
+
 def constant_answer(env: Environment | AgentEnvironment, keys: Sequence[int]) -> tuple[str, float] | None:
     """The one answer that scores best on all these tasks, and its mean total reward: what not reading the prompt earns.
 
@@ -181,9 +198,7 @@ class Arithmetic:
             raise ValueError(f"operators: use some of '+-*', got {operators!r}")
         self.name = "arithmetic"
         self.max_value, self.operators, self.seed = max_value, operators, seed
-        self.weights = {"exact": 1.0, "right": 0.0, "digits": 0.0, **weights}
-        if len(self.weights) > 3:
-            raise ValueError(f"weights: the components are exact, right and digits, got {sorted(weights)}")
+        self.weights = component_weights(weights, exact=1.0, right=0.0, digits=0.0)
 
     def task(self, key: int) -> Task:
         rng = random.Random(f"{self.seed}/{key}")
@@ -194,12 +209,7 @@ class Arithmetic:
 
     def step(self, task: Task, messages: Sequence[Message]) -> Step:
         assert task.answer is not None
-        given = answer_text(messages[-1])
-        scores = {
-            "exact": float(given == task.answer),
-            "right": sum(a == b for a, b in zip(given, task.answer, strict=False)) / max(len(given), len(task.answer)),
-            "digits": sum(c in "0123456789" for c in given) / max(len(given), 1),
-        }
+        scores = text_scores(answer_text(messages[-1]), task.answer)
         return finish(*(Reward(name, score, self.weights[name]) for name, score in scores.items()))
 
 

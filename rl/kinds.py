@@ -4,11 +4,17 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rl.calculator import Calculator
+from rl.compacting import Tally
 from rl.environments import AgentEnvironment, Arithmetic, Environment, ReasoningGym
+from rl.recursive import Halves
 
 ENVIRONMENTS: dict[str, Callable[..., Environment | AgentEnvironment]] = {
     "reasoning_gym": ReasoningGym,
     "arithmetic": Arithmetic,
+    "calculator": Calculator,
+    "tally": Tally,
+    "halves": Halves,
 }
 
 
