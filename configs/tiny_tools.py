@@ -15,8 +15,9 @@ def get_config() -> ConfigDict:
         "max_turns": 6,
         "options": {
             "max_value": 9,
-            "calls": 1, "declare": False,
-            "weights": {"exact": 1.0, "right": 1.0, "digits": 0.5, "used": 1.0, "typed": 0.5},
+            "calls": 1,
+            "declare": False,
+            "weights": {"exact": 1.0, "right": 1.0, "digits": 0.5, "used": 1.0, "typed": 0.5, "copied": 1.0},
         },
     }
     return config

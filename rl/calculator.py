@@ -59,7 +59,8 @@ class Calculator:
     """Sums of `terms` numbers from 0 to `max_value`. After `calls` calls what comes next is the answer.
 
     Components: `exact` (0 or 1), `right` and `digits` of the answer (see text_scores), `used` (whether the calculator gave the
-    right value) and `typed` (mean share of characters that a calculator has, over calls). Their `weights` are 1, 0, 0, 0, 0.
+    right value), and of what was typed, means over calls: `typed` (share of characters that a calculator has) and `copied`
+    (share right in place, as the question has them). Their `weights` are 1, 0, 0, 0, 0, 0.
 
     Args:
         declare: tell the model of the tool, as its renderer does.
@@ -84,7 +85,7 @@ class Calculator:
         self.name = "calculator"
         self.max_value, self.terms, self.operators, self.calls, self.seed = max_value, terms, operators, calls, seed
         self.tools = (CALCULATOR,) if declare else ()
-        self.weights = component_weights(weights, exact=1.0, right=0.0, digits=0.0, used=0.0, typed=0.0)
+        self.weights = component_weights(weights, exact=1.0, right=0.0, digits=0.0, used=0.0, typed=0.0, copied=0.0)
 
     def task(self, key: int) -> Task:
         rng = random.Random(f"{self.seed}/{key}")
@@ -95,7 +96,8 @@ class Calculator:
 
     def run(self, task: Task) -> Agent[Step]:
         assert task.answer is not None
-        messages, said, used, typed = list(task.messages), task.messages[-1], False, []
+        messages, said, used, typed = list(task.messages), task.messages[-1], False, list[str]()
+        question = task.messages[-1]["content"].removesuffix("=")
         for number in range(self.calls + 1):
             (said,) = yield [Ask(messages=messages, tools=self.tools)]
             calls = calls_of(said, number)
@@ -104,7 +106,11 @@ class Calculator:
             results = [use(call, {"calculator": calculate}) for call in calls]
             messages += [said, *results]
             used = used or any(result["content"] == task.answer for result in results)
-            typed.append(sum(c in TYPED for c in said["content"]) / max(len(said["content"]), 1))
+            typed.append(said["content"])
         scores = text_scores(answer_text(said), task.answer)
-        scores |= {"used": float(used), "typed": sum(typed) / max(len(typed), 1)}
+        scores |= {
+            "used": float(used),
+            "typed": sum(sum(c in TYPED for c in text) / max(len(text), 1) for text in typed) / max(len(typed), 1),
+            "copied": sum(text_scores(text, question)["right"] for text in typed) / max(len(typed), 1),
+        }
         return finish(*(Reward(name, score, self.weights[name]) for name, score in scores.items()))
