@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from inference.chat import ChatTemplate, ToolCall, ToolCalls
+from inference.calls import ToolCall, ToolCalls
+from inference.chat import ChatTemplate
 from inference.errors import ApiError
 from inference.protocol import Common, GenerateBody, Limits, fresh_seed
 from inference.text import Detokenizer, StopStrings, token_text

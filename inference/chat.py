@@ -1,4 +1,4 @@
-"""Conversations to token ids by the model's own chat template, and tool calls out of what it answers.
+"""Conversations to token ids by the model's own chat template.
 
 A template's output is text in which control tokens are spelled out. So that nobody opens or ends a turn by writing one, a
 mark goes into every place of a caller's text that could be part of a control token, before the template runs. What is then
@@ -7,9 +7,7 @@ a control token in the output was written by the template, and nothing else beco
 
 import json
 import re
-import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -21,10 +19,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from inference.text import StopStrings
 from models.tokenizer import Tokenizer
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PROVIDED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "reasoning_effort"}
 """the template's variables that are not for `chat_template_kwargs`"""
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
@@ -97,14 +93,53 @@ class _Guard:
         return value
 
 
+class Control:
+    """The control tokens of a tokenizer, and how they are kept apart from texts that spell them (module docstring)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        texts = {token: tokenizer.decode([token]) for token in tokenizer.special_ids}
+        self.special = {text: token for token, text in texts.items() if len(text) > 1}
+        """one character cannot be marked"""
+        longest = sorted(self.special, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest)) or NEVER})")
+        self.guard = _Guard(self.special.keys())
+
+    def mark(self, *values: Any) -> str:
+        """A mark for these JSON values. ValueError when they have every character that could be one."""
+        everything = json.dumps(values, ensure_ascii=False)
+        mark = next((mark for mark in MARKS if mark not in everything), None)
+        if mark is None:
+            raise ValueError("messages: they have every noncharacter of Unicode (U+FDD0 to U+FDEF); leave one out")
+        return mark
+
+    def encode(self, text: str, mark: str) -> list[int]:
+        """ids of a text in which what comes from a caller is marked (`guard`): control tokens only where nobody marked them."""
+        pieces = self._split.split(text)
+        control = [self.special[piece] for piece in pieces[1::2]]
+        if mark not in text:
+            ids = self._tokenizer.encode(text, allow_special=True)
+            if [token for token in ids if token in self._tokenizer.special_ids] == control:
+                return ids
+        # A caller spelled a control token, or something that the tokenizer's normaliser makes one: what the template wrote
+        # as one, and the texts between, each for itself.
+        ids = []
+        for i, piece in enumerate(pieces):
+            ids += [self.special[piece]] if i % 2 else self._tokenizer.encode(piece.replace(mark, ""))
+        return ids
+
+
 class ChatTemplate:
     """The Jinja template of a tokenizer, run as Hugging Face's libraries run it, in a sandbox.
+
+    Args:
+        markup: whether an assistant's own content may hold markup (`render`); otherwise what it spells is text.
 
     Raises:
         ValueError: the tokenizer has no template, or one that cannot be read.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, markup: bool = True) -> None:
         source = tokenizer.chat_template
         if source is None:
             raise ValueError("chat_template: the model has none; use /v1/completions, or put chat_template.jinja in its folder")
@@ -121,25 +156,29 @@ class ChatTemplate:
         self.settable = names - PROVIDED
         """variables of the template's own, such as `enable_thinking`"""
         self._knows_tools = "tools" in names
-        self._tokenizer = tokenizer
         ids = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None), "pad_token": tokenizer.pad_id}
         self._tokens = {name: tokenizer.decode([token]) for name, token in ids.items() if token is not None}
-        texts = {token: tokenizer.decode([token]) for token in tokenizer.special_ids}
-        self._special = {text: token for token, text in texts.items() if len(text) > 1}  # one character cannot be marked
-        longest = sorted(self._special, key=len, reverse=True)
-        self._split = re.compile(f"({'|'.join(map(re.escape, longest)) or NEVER})")
-        self._guard = _Guard(self._special.keys())
+        self._control = Control(tokenizer)
         # Those that the library does not call special are markup (<think>) that the model itself writes in its turns.
-        markup = {text for text, token in self._special.items() if tokenizer.decode([token], skip_special=True)}
-        self._turn_guard = _Guard(self._special.keys() - markup)
+        special = self._control.special
+        own = {text for text, token in special.items() if markup and tokenizer.decode([token], skip_special=True)}
+        self._turn_guard = _Guard(special.keys() - own)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), **variables: Any) -> tuple[int, ...]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> tuple[int, ...]:
         """ids of the conversation, up to where the assistant's next turn begins.
 
         Control tokens are the template's alone. Those that a caller writes are ordinary text, but for markup
         (`<think>`, where the tokenizer does not call it special) in an assistant's own content.
 
         Args:
+            add_generation_prompt: whether the header of the assistant's next turn is at the end.
             variables: more of the template's variables.
 
         Raises:
@@ -147,117 +186,24 @@ class ChatTemplate:
         """
         if tools and not self._knows_tools:
             raise ValueError("tools: the model's chat template has no place for them; leave them out")
-        everything = json.dumps([messages, tools, variables], ensure_ascii=False)
-        mark = next((mark for mark in MARKS if mark not in everything), None)
-        if mark is None:
-            raise ValueError("messages: they have every noncharacter of Unicode (U+FDD0 to U+FDEF); leave one out")
+        mark = self._control.mark(messages, tools, variables)
+        guard = self._control.guard
         try:
             text = self._template.render(
                 messages=[self._message(message, mark) for message in messages],
-                tools=[self._guard.all(tool, mark, part=False) for tool in tools] or None,
-                add_generation_prompt=True,
+                tools=[guard.all(tool, mark, part=False) for tool in tools] or None,
+                add_generation_prompt=add_generation_prompt,
                 **self._tokens,
-                **self._guard.all(variables, mark),
+                **guard.all(variables, mark),
             )
         except Exception as error:  # a template is a program: whatever it raises is about these messages
             raise ValueError(f"messages: the chat template refuses them: {error or type(error).__name__}") from error
-        return tuple(self._encode(text, mark))
+        return tuple(self._control.encode(text, mark))
 
     def _message(self, message: Message, mark: str) -> Message:
-        guard = self._turn_guard if message["role"] == "assistant" else self._guard
-        marked = {name: self._guard.all(value, mark) for name, value in message.items()}
+        guard = self._turn_guard if message["role"] == "assistant" else self._control.guard
+        marked = {name: self._control.guard.all(value, mark) for name, value in message.items()}
         marked |= {"role": message["role"], "content": guard.text(message["content"], mark)}
         if "tool_calls" in marked:
             marked["tool_calls"] = [{**call, "type": "function"} for call in marked["tool_calls"]]
         return marked
-
-    def _encode(self, text: str, mark: str) -> list[int]:
-        pieces = self._split.split(text)
-        control = [self._special[piece] for piece in pieces[1::2]]
-        if mark not in text:
-            ids = self._tokenizer.encode(text, allow_special=True)
-            if [token for token in ids if token in self._tokenizer.special_ids] == control:
-                return ids
-        # A caller spelled a control token, or something that the tokenizer's normaliser makes one: what the template wrote
-        # as one, and the texts between, each for itself.
-        ids = []
-        for i, piece in enumerate(pieces):
-            ids += [self._special[piece]] if i % 2 else self._tokenizer.encode(piece.replace(mark, ""))
-        return ids
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    name: str
-    arguments: str
-    """a JSON object, as text"""
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-
-class ToolCalls:
-    """Finds `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen) in a text as it comes.
-
-    What is no such call stays text. The line break before a call, and white space after one, belong to the markup.
-    """
-
-    def __init__(self) -> None:
-        self._finder = StopStrings(["\n" + OPEN, OPEN])
-        self._opened = ""
-        """the markup that opened the call that is being read"""
-        self._body = ""
-        self._blank = ""
-        """white space after a call, held back until something follows"""
-        self._after = False
-        """whether a call ended here"""
-
-    def add(self, text: str) -> tuple[str, list[ToolCall]]:
-        """(text that is certain to be no call, calls that are complete)"""
-        shown, calls = "", []
-        while True:
-            new, found = self._finder.add(text)
-            if self._opened:
-                self._body += new
-            else:
-                shown += self._spaced(new)
-            if found is None:
-                return shown, calls
-            text = self._finder.rest
-            if self._opened:
-                call = _call(self._body)
-                if call is not None:
-                    calls.append(call)
-                    self._after, self._blank = True, ""
-                else:
-                    shown += self._spaced(self._opened + self._body + CLOSE)
-                self._opened, self._body = "", ""
-                self._finder = StopStrings(["\n" + OPEN, OPEN])
-            else:
-                self._opened = found
-                self._finder = StopStrings([CLOSE])
-
-    def flush(self) -> str:
-        """At the end of the text: what was held back; a call without an end is text."""
-        rest = self._opened + self._body + self._finder.flush()
-        self._opened = self._body = ""
-        return self._spaced(rest)
-
-    def _spaced(self, text: str) -> str:
-        if self._after and not text.strip():
-            self._blank += text
-            return ""
-        text, self._blank, self._after = self._blank + text, "", False
-        return text
-
-
-def _call(body: str) -> ToolCall | None:
-    try:
-        call = json.loads(body, parse_constant=_no_json)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
-        return None
-    return ToolCall(call["name"], json.dumps(call["arguments"], ensure_ascii=False)) if call["name"] else None
-
-
-def _no_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from inference.answers import Json, Served, TextAnswer, logprob, prompt_entries
-from inference.chat import ToolCall
+from inference.calls import ToolCall
 from inference.errors import ApiError
 from inference.protocol import ChatBody, CompletionBody, Message
 from inference.text import UNKNOWN, token_text

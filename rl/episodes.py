@@ -200,7 +200,7 @@ class Episodes:
         assert flight.asked is not None
         conversation, prompt, before = flight.asked
         rollout.generate_s += time.perf_counter() - flight.since
-        message, node = self.renderer.parse(completion.ids.tolist()), before
+        message, node = self.renderer.parse(completion.ids.tolist(), f"call_{rollout.turns}", prompt.tools), before
         if len(completion.ids):
             node = graph.add_completion(
                 before,

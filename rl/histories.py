@@ -17,6 +17,7 @@ class Prompt(NamedTuple):
     """what stands after the part that was sampled before; of a history rendered anew, all of it"""
     extends: bool
     """whether it goes on from a sampled answer, token for token"""
+    tools: Sequence[Tool]
     digest: bytes
     """names the history; `chain(digest, answer)` names it with an answer"""
 
@@ -53,10 +54,10 @@ class Conversations:
         new = messages[last:]
         if node is not None and not any(message["role"] == "assistant" for message in new):
             ids = self.graph.path_ids(node)
-            bridge = self.renderer.bridge(ids, new)
+            bridge = self.renderer.bridge(ids, new, tools)
             if bridge is not None:
-                return Prompt([*ids, *bridge], new, True, digest)
-        return Prompt(self.renderer.render(messages), messages, False, digest)
+                return Prompt([*ids, *bridge], new, True, tools, digest)
+        return Prompt(self.renderer.render(messages, tools), messages, False, tools, digest)
 
     def asks(self, ask: Ask, prompt: Prompt) -> Conversation:
         """Puts a prompt in the record, as a new call's where the conversation has not asked before.

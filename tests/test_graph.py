@@ -195,7 +195,9 @@ def test_with_a_renderer_turns_extend_and_retokenised_history_forks() -> None:
     for turn in range(3):
         ids = [*tokenizer.encode(f"{turn}"), end]
         sample(graph, prompt, ids)
-        prompt = prompt + ids + renderer.bridge(prompt + ids, [{"role": "tool", "content": "no"}])
+        bridge = renderer.bridge(prompt + ids, [{"role": "tool", "content": "no"}])
+        assert bridge is not None
+        prompt = prompt + ids + bridge
     (branch,) = graph.branches()
     assert tokenizer.decode(sampled_ids(branch)) == "0<|im_end|>1<|im_end|>2<|im_end|>"
     assert not branch.mask[branch.ids == ord("\n")].any()

@@ -1,21 +1,23 @@
-"""Renderers: histories extend token for token, on a byte tokenizer and on one whose merges can straddle a boundary."""
+"""Renderers: histories extend token for token, and what is sampled is read as it comes; on bytes, and where merges straddle."""
 
+import json
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import jinja2
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from models.tokenizer import ByteTokenizer, Tokenizer
-from rl.messages import Message
-from rl.renderers import SMOLLM2_SYSTEM, ChatML, Qwen3, Renderer, SmolLM2, TokenizerLike
+from rl.messages import Message, Piece, Tool, ToolCall, message_of
+from rl.renderers import SMOLLM2_SYSTEM, ChatML, Llama3, Qwen3, Qwen25, Qwen35, Renderer, SmolLM2
+from tests.merging import CHATML, LLAMA, MERGES, QWEN, merging
 
 REAL = Path(__file__).parents[1] / "runs/models/smollm2-135m-instruct"
-SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_response>", "</tool_response>")
-MERGES = ("json", "jsonp", "renderer", "user", "assistant", "user\n", "\n\n", "\n\n\n", " the", "<|", "|>", "im_end")
+SPECIALS = tuple(dict.fromkeys((*QWEN, *LLAMA)))
 
 # tokenizer.chat_template of SmolLM2-135M-Instruct
 SMOLLM2_TEMPLATE = (
@@ -26,94 +28,171 @@ SMOLLM2_TEMPLATE = (
 )
 
 
-class Merging:
-    """Longest match over bytes and a few merges: the same string has several splits, as with a trained BPE."""
-
-    eos_ids = (256,)
-
-    def __init__(self) -> None:
-        merges = [text.encode() for text in MERGES]
-        self.pieces = [bytes([i]) for i in range(256)] + [text.encode() for text in SPECIALS] + merges
-        self.special = {token: 256 + i for i, token in enumerate(SPECIALS)}
-        self.merges = sorted(((text, 256 + len(SPECIALS) + i) for i, text in enumerate(merges)), key=lambda m: -len(m[0]))
-
-    def special_id(self, token: str) -> int:
-        return self.special[token]
-
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        specials = [(token.encode(), i) for token, i in self.special.items()] if allow_special else []
-        data, ids, at = text.encode(), [], 0
-        while at < len(data):
-            single = (data[at : at + 1], data[at])
-            piece, token = next((m for m in [*specials, *self.merges] if data.startswith(m[0], at)), single)
-            ids.append(token)
-            at += len(piece)
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
-
-
-BYTES, MERGING = ByteTokenizer(), Merging()
+BYTES, MERGING, PLAIN, LLAMAS = ByteTokenizer(), merging(), merging(CHATML), merging(LLAMA)
 
 
 def renderers() -> list[Renderer]:
-    """Every renderer, with each tokenizer that has its control tokens."""
-    simple: list[TokenizerLike] = [BYTES, MERGING]
+    """Every renderer whose histories extend, with each tokenizer that has its control tokens."""
     found: list[Renderer] = []
-    for tokenizer in simple:
-        found += [ChatML(tokenizer), SmolLM2(tokenizer), SmolLM2(tokenizer, default_system=False)]
-    return [*found, Qwen3(MERGING), Qwen3(MERGING, thinking=False)]
+    for tokenizer in (BYTES, MERGING, PLAIN):
+        found += [ChatML(tokenizer), SmolLM2(tokenizer), SmolLM2(tokenizer, default_system=False), Qwen25(tokenizer)]
+    for tokenizer in (BYTES, MERGING):
+        for thinking in (True, False):
+            found += [Qwen3(tokenizer, thinking=thinking), Qwen35(tokenizer, thinking=thinking)]
+    return [*found, Llama3(LLAMAS)]
 
 
-texts = st.lists(st.sampled_from([*SPECIALS, *MERGES, "a", " ", "\n", "é", "3+4=", "p"]), max_size=5).map("".join)
+ALL = renderers()
+texts = st.lists(st.sampled_from([*SPECIALS, *MERGES, "a", " ", "\n", "é", "3+4=", "p", "{"]), max_size=5).map("".join)
 turns = st.builds(lambda role, content: Message(role=role, content=content), st.sampled_from(["user", "tool"]), texts)
-histories = st.lists(turns, min_size=1, max_size=3)
+histories = st.lists(turns, min_size=1, max_size=3).map(lambda new: [Message(role="user", content="ask"), *new])
+values = st.recursive(
+    st.one_of(texts, st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.none()),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts, inner, max_size=2),
+    max_leaves=3,
+)
+TOOLS: tuple[Tool, ...] = (
+    {"name": "look", "description": "<|im_end|>", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+    {"name": "add", "description": "a + b", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+)
+looks = st.fixed_dictionaries({"at": texts.filter(lambda text: "</parameter>" not in text)})
+adds = st.dictionaries(st.sampled_from(["a", "b", "ü"]), values.filter(lambda value: not isinstance(value, str)), max_size=3)
+calls = st.one_of(st.tuples(st.just("look"), looks), st.tuples(st.just("add"), adds))
+
+
+def marked(renderer: Renderer, message: Message) -> bool:
+    """Whether the message holds what is markup to this renderer, as its tokenizer has no control tokens for it."""
+    text = json.dumps(message, ensure_ascii=False)
+    if isinstance(renderer, Llama3):
+        return message["content"].lstrip().startswith("{")
+    return renderer.tokenizer is PLAIN and ("<tool_call>" in text or "</tool_call>" in text)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Renderer, list[Message], Message, list[Message]]:
-    """A renderer, a history, the assistant's turn after it, and what comes next."""
-    renderer = draw(st.sampled_from(renderers()))
+def cases(draw: st.DrawFn) -> tuple[Renderer, list[Message], Message, list[Message], tuple[Tool, ...]]:
+    """A renderer, a history, the assistant's turn after it, what comes next, and the tools."""
+    renderer = draw(st.sampled_from(ALL))
     said: Message = {"role": "assistant", "content": draw(texts)}
     if isinstance(renderer, Qwen3) and renderer.thinking and draw(st.booleans()):
-        said["thinking"] = draw(texts)
-    return renderer, draw(histories), said, draw(st.lists(turns, max_size=2))
+        said["thinking"] = draw(texts.filter(bool))
+    if draw(st.booleans()):
+        made = draw(st.lists(calls, min_size=1, max_size=1 if isinstance(renderer, Llama3) else 2))
+        said["tool_calls"] = [
+            ToolCall(id=f"x_{i}", name=name, arguments=json.dumps(value, ensure_ascii=False))
+            for i, (name, value) in enumerate(made)
+        ]
+        if isinstance(renderer, Llama3):
+            said["content"] = ""
+    return renderer, draw(histories), said, draw(st.lists(turns, max_size=2)), draw(st.sampled_from([(), TOOLS]))
 
 
-def sampled_ids(renderer: Renderer, history: list[Message], said: Message) -> list[int]:
+Case = tuple[Renderer, list[Message], Message, list[Message], tuple[Tool, ...]]
+
+
+def sampled_ids(renderer: Renderer, history: list[Message], said: Message, tools: Sequence[Tool] = ()) -> list[int]:
     """What sampling `said` token for token would have given: the turn without the separator after it."""
-    before, after = renderer.render(history), renderer.render([*history, said], add_generation_prompt=False)
+    before, after = renderer.render(history, tools), renderer.render([*history, said], tools, add_generation_prompt=False)
     assert after[: len(before)] == before
-    return after[len(before) : -1]  # a newline is one token in both tokenizers
+    return after[len(before) :] if isinstance(renderer, Llama3) else after[len(before) : -1]  # a newline is one token
 
 
 @given(cases())
-def test_history_extends(case: tuple[Renderer, list[Message], Message, list[Message]]) -> None:
-    renderer, history, said, new = case
-    before, ids = renderer.render(history), sampled_ids(renderer, history, said)
-    whole = renderer.render([*history, said, *new])
+def test_history_extends(case: Case) -> None:
+    renderer, history, said, new, tools = case
+    before, ids = renderer.render(history, tools), sampled_ids(renderer, history, said, tools)
+    whole = renderer.render([*history, said, *new], tools)
     assert renderer.extends
     assert ids[-1] in renderer.stop_ids
-    assert whole == before + ids + renderer.bridge(before + ids, new)
+    bridge = renderer.bridge(before + ids, new, tools)
+    assert bridge is not None and whole == before + ids + bridge
     # cut by length: the end token is added once, unsampled
-    assert whole == before + ids[:-1] + renderer.bridge(before + ids[:-1], new)
+    assert (
+        whole == before + ids[:-1] + [ids[-1], *bridge] == before + ids[:-1] + (renderer.bridge(before + ids[:-1], new) or [])
+    )
 
 
 @given(cases())
-def test_parse_gives_the_message_back(case: tuple[Renderer, list[Message], Message, list[Message]]) -> None:
-    renderer, history, said, _ = case
+def test_parse_gives_the_message_back(case: Case) -> None:
+    renderer, history, said, _, _ = case
+    if marked(renderer, said):
+        return
     ids = sampled_ids(renderer, history, said)
-    assert renderer.parse(ids) == said
-    assert renderer.parse([*ids, *ids]) == said
+    assert renderer.parse(ids, "x", TOOLS) == said
+    assert renderer.parse([*ids, *ids], "x", TOOLS) == said
 
 
-@given(histories)
-def test_control_tokens_in_text_are_text(history: list[Message]) -> None:
-    for renderer in renderers():
-        plain = renderer.render([{"role": message["role"], "content": ""} for message in history])
-        ids = renderer.render(history)
-        assert [i for i in ids if 256 <= i < 256 + len(SPECIALS)] == [i for i in plain if 256 <= i < 256 + len(SPECIALS)]
+written = st.lists(
+    st.sampled_from(
+        [
+            *(
+                *SPECIALS,
+                *MERGES,
+                "a",
+                " ",
+                "\n",
+                "é",
+                "<tool",
+                "_call>",
+                "</",
+                "日",
+                '{"name": "f", "parameters": {"y": "é"}}',
+            ),
+            '<tool_call>\n{"name": "f", "arguments": {"x": [1.0]}}\n</tool_call>',
+            "<tool_call>\n<function=f>\n<parameter=x>\nfalse\n</parameter>\n</function>\n</tool_call>",
+        ]
+    ),
+    max_size=8,
+).map("".join)
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces with neighbours of one kind put together, calls apart."""
+    whole: list[Piece] = []
+    for piece in pieces:
+        if whole and piece.kind == whole[-1].kind != "call":
+            whole[-1] = Piece(piece.kind, whole[-1].text + piece.text)
+        else:
+            whole.append(piece)
+    return whole
+
+
+@given(written, st.lists(st.integers(0, 200), max_size=9), st.booleans())
+def test_a_stream_is_the_whole_however_it_is_cut(text: str, cuts: list[int], special: bool) -> None:
+    for renderer in ALL:
+        ids = renderer.tokenizer.encode(text, allow_special=special)  # pyright: ignore[reportAttributeAccessIssue]
+        edges = [0, *sorted(min(i, len(ids)) for i in cuts), len(ids)]
+        reader, pieces = renderer.reader(TOOLS), []
+        for low, high in pairwise(edges):
+            pieces += reader.add(ids[low:high])
+        pieces += reader.flush()
+        assert message_of(pieces, "x") == renderer.parse(ids, "x", TOOLS)
+        one = renderer.reader(TOOLS)
+        assert joined(pieces) == joined([piece for token in ids for piece in one.add([token])] + one.flush())
+
+
+def everywhere(renderer: Renderer, text: str) -> list[int]:
+    """The control ids of a conversation in which every field that is somebody's own is this text."""
+    tools: list[Tool] = [{"name": f"f{text}", "description": text, "parameters": {text: {"enum": [text]}}}]
+    said: Message = {"role": "assistant", "content": text}
+    called: Message = {"role": "assistant", "content": ""}
+    called["tool_calls"] = [ToolCall(id=text, name=f"f{text}", arguments=json.dumps({f"k{text}": text}))]
+    if isinstance(renderer, Qwen3) and renderer.thinking:
+        said["thinking"] = called["thinking"] = f"t{text}"
+    answers: list[Message] = [{"role": "tool", "content": text, "tool_call_id": text, "name": text}]
+    asked: list[Message] = [{"role": role, "content": text} for role in ("system", "user")]
+    ids = renderer.render([*asked, said, *asked, called, *answers], tools)
+    ids += renderer.bridge([*ids, renderer.stop_ids[0]], [*answers, *asked], tools) or []
+    special = renderer.tokenizer.special_ids  # pyright: ignore[reportAttributeAccessIssue]
+    return [token for token in ids if token in special]
+
+
+@settings(max_examples=30)
+@given(texts)
+@example("".join(SPECIALS))
+def test_control_tokens_in_text_are_text(text: str) -> None:
+    """Whoever wrote it: a user, a tool, its schema, the model in content, thinking or arguments."""
+    for renderer in ALL:
+        assert everywhere(renderer, text) == everywhere(renderer, "x")
 
 
 plain_texts = st.text(st.sampled_from("ab \n+=é"), max_size=12)
@@ -125,10 +204,12 @@ def test_smollm2_equals_its_own_template(turns: list[tuple[str, str]], generate:
     template = jinja2.Environment(keep_trailing_newline=True).from_string(SMOLLM2_TEMPLATE)
     text = template.render(messages=messages, add_generation_prompt=generate)
     for tokenizer in (BYTES, MERGING):
-        assert SmolLM2(tokenizer).render(messages, generate) == tokenizer.encode(text, allow_special=True)
+        assert SmolLM2(tokenizer).render(messages, add_generation_prompt=generate) == tokenizer.encode(text, allow_special=True)
     said: Message = {"role": "assistant", "content": "42"}
     text = template.render(messages=[*messages, said, *messages[1:]], add_generation_prompt=generate)
-    assert SmolLM2(BYTES).render([*messages, said, *messages[1:]], generate) == BYTES.encode(text, allow_special=True)
+    assert SmolLM2(BYTES).render([*messages, said, *messages[1:]], add_generation_prompt=generate) == BYTES.encode(
+        text, allow_special=True
+    )
 
 
 @pytest.mark.real
@@ -156,6 +237,12 @@ def test_default_system_message_is_an_option() -> None:
     assert BYTES.decode(own) == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
+def bridged(renderer: Renderer, prior: list[int], new: list[Message]) -> list[int]:
+    bridge = renderer.bridge(prior, new)
+    assert bridge is not None
+    return bridge
+
+
 def test_sampled_ids_are_never_encoded_again() -> None:
     """C1: another split of the same string stays as sampled, and the next prompt begins with it."""
     renderer = ChatML(MERGING)
@@ -164,7 +251,7 @@ def test_sampled_ids_are_never_encoded_again() -> None:
     sampled = [*MERGING.encode("json"), *MERGING.encode("p"), *MERGING.encode("renderer"), end]
     said = renderer.parse(sampled)
     assert said["content"] == "jsonprenderer" and MERGING.encode(said["content"]) != sampled[:-1]
-    following = prompt + sampled + renderer.bridge(prompt + sampled, [{"role": "tool", "content": "ok"}])
+    following = prompt + sampled + bridged(renderer, prompt + sampled, [{"role": "tool", "content": "ok"}])
     assert following[: len(prompt) + len(sampled)] == prompt + sampled
 
 
@@ -174,13 +261,13 @@ def test_the_turn_separator_comes_exactly_once() -> None:
     prompt = renderer.render([{"role": "user", "content": "weather?"}])
     end, start = MERGING.special_id("<|im_end|>"), MERGING.special_id("<|im_start|>")
     sampled = [*MERGING.encode("let me look"), end]
-    bridge = renderer.bridge(prompt + sampled, [{"role": "tool", "content": "sun"}, {"role": "tool", "content": "rain"}])
+    bridge = bridged(renderer, prompt + sampled, [{"role": "tool", "content": "sun"}, {"role": "tool", "content": "rain"}])
     assert bridge[:2] == [ord("\n"), start]
     assert MERGING.decode(bridge) == (
         "\n<|im_start|>user\n<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    cut = renderer.bridge(prompt + sampled[:-1], [{"role": "user", "content": "go on"}])
+    cut = bridged(renderer, prompt + sampled[:-1], [{"role": "user", "content": "go on"}])
     assert cut[:3] == [end, ord("\n"), start]
 
 
@@ -222,7 +309,7 @@ def test_mistakes_are_refused() -> None:
 
 def test_worked_examples_are_a_shared_token_prefix() -> None:
     examples: list[Message] = [{"role": "user", "content": "Q1"}, {"role": "assistant", "content": "A1"}]
-    for renderer in renderers():
+    for renderer in ALL:
         one = renderer.render([*examples, {"role": "user", "content": "first"}])
         two = renderer.render([*examples, {"role": "user", "content": "second"}])
         shared = renderer.render(examples, add_generation_prompt=False)

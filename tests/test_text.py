@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as JsonTokenizer
 
-from inference.chat import ChatTemplate, ToolCalls
+from inference.calls import ToolCalls
+from inference.chat import ChatTemplate
 from inference.text import Detokenizer, StopStrings, token_text
 from models.tokenizer import CHATML, ByteTokenizer, Tokenizer
 

@@ -1,0 +1,129 @@
+"""Any model's chat format, by its own Jinja template: the fallback where there is no renderer for the format."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inference.chat import ChatTemplate
+from models.tokenizer import Tokenizer
+from rl.chatml import tool_json
+from rl.messages import Message, Tool, ToolCall
+from rl.readers import THINK, UNTHINK, Reader, TurnReader, hermes, marker, read
+
+HELLO: Message = {"role": "user", "content": "Hello"}
+REPLY = "Yes"
+THOUGHT = "Well"
+
+
+class Template:
+    """Renders by the tokenizer's chat template; reads thinking in <think> and calls in the Hermes format.
+
+    Templates are programs: what one does to old turns shows only when it runs. `bridge` runs it on small conversations of a
+    user, an assistant and the new messages, the assistant with and without thinking and calls. Where each of them begins with
+    what was before, and goes on in the same way behind the assistant's turn, this is what follows a sampled turn too; elsewhere
+    it is None.
+
+    Args:
+        variables: more of the template's variables, such as `enable_thinking`.
+
+    Raises:
+        ValueError: the tokenizer has no chat template or no token that ends a turn.
+    """
+
+    name = "template"
+    version = 1
+
+    def __init__(self, tokenizer: Tokenizer, *, variables: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, markup=False)
+        self._variables = dict(variables or {})
+        if unknown := sorted(self._variables.keys() - self._template.settable):
+            raise ValueError(f"variables: the template has no {unknown[0]!r}; it has {sorted(self._template.settable)}")
+        if not tokenizer.eos_ids:
+            raise ValueError("template: the tokenizer names no token that ends a turn; add eos_token to tokenizer_config.json")
+        self.stop_ids = tuple(tokenizer.eos_ids)
+        prompt = tokenizer.decode(self.render([HELLO]))
+        self._opened = prompt.rfind(THINK) > prompt.rfind(UNTHINK)
+        self._thinks = marker(tokenizer, UNTHINK) != UNTHINK or UNTHINK in (tokenizer.chat_template or "")
+        self.extends = self.bridge(self.stop_ids[:1], [HELLO]) is not None
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), add_generation_prompt: bool = True) -> list[int]:
+        """See Renderer."""
+        if not messages:
+            raise ValueError("messages: nothing to render; give at least one message")
+        return list(
+            self._template.render(
+                [sent(message) for message in messages],
+                [tool_json(tool) for tool in tools],
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        )
+
+    def reader(self, tools: Sequence[Tool] = ()) -> Reader:
+        return TurnReader(self.tokenizer, self.stop_ids, hermes, "open" if self._opened else "free")
+
+    def parse(self, ids: Sequence[int], name: str = "", tools: Sequence[Tool] = ()) -> Message:
+        return read(self.reader(tools), ids, name)
+
+    def bridge(self, prior_ids: Sequence[int], new_messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int] | None:
+        """See Renderer."""
+        if any(message["role"] == "assistant" for message in new_messages):
+            raise ValueError("new_messages: an assistant's turn is sampled, not bridged; pass what follows it only")
+        try:
+            found = {self._behind(probe, new_messages, tools) for probe in self._probes(new_messages)}
+        except ValueError:  # the template refuses one of the conversations
+            return None
+        behind = found.pop()
+        if found or behind is None:
+            return None
+        end, *rest = behind
+        return rest if prior_ids and prior_ids[-1] in self.stop_ids else [end, *rest]
+
+    def _probes(self, new_messages: Sequence[Message]) -> list[Message]:
+        """Turns of the assistant that differ in what templates treat apart."""
+        probes: list[Message] = [{"role": "assistant", "content": REPLY}]
+        if self._thinks:
+            probes.append({**probes[0], "thinking": THOUGHT})
+        answered = [message for message in new_messages if message["role"] == "tool"]
+        if answered:
+            calls: list[ToolCall] = [
+                {"id": message.get("tool_call_id", "0"), "name": message.get("name", "look"), "arguments": "{}"}
+                for message in answered
+            ]
+            probes = [{**probe, "tool_calls": calls} for probe in probes]
+        return probes
+
+    def _behind(self, said: Message, new_messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...] | None:
+        """The end of the turn and what follows it; None where the turn or what is before it does not stay as it was."""
+        before = self.render([HELLO], tools)
+        whole = self.render([HELLO, said, *new_messages], tools)
+        if whole[: len(before)] != before:
+            return None
+        rest = whole[len(before) :]
+        end = next((i for i, token in enumerate(rest) if token in self.stop_ids), None)
+        if end is None:
+            return None
+        text = self.tokenizer.decode(rest[:end])
+        wanted = [said["content"], said.get("thinking", ""), *(call["name"] for call in said.get("tool_calls", ()))]
+        return tuple(rest[end:]) if all(part in text for part in wanted) else None
+
+
+def sent(message: Message) -> dict[str, Any]:
+    """A message as templates know it."""
+    sent: dict[str, Any] = {key: message.get(key) for key in ("role", "content", "name", "tool_call_id") if key in message}
+    if "thinking" in message:
+        sent["reasoning_content"] = message["thinking"]
+    if "tool_calls" in message:
+        sent["tool_calls"] = [
+            {"id": call["id"], "function": {"name": call["name"], "arguments": _given(call["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return sent
+
+
+def _given(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
