@@ -96,6 +96,7 @@ def test_ids_are_exactly_what_the_engine_was_given() -> None:
             if number < 2:
                 said = turn.ids[turn.ids != END].tolist()
                 bridge = RENDERER.bridge(stream, [{"role": "user", "content": f"after {TOKENIZER.decode(said)}?"}])
+                assert bridge is not None
                 stream += bridge
                 mask += [False] * len(bridge)
                 logp += [0.0] * len(bridge)
