@@ -4,12 +4,21 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl.environments import Arithmetic, Environment, ReasoningGym
+from rl.calculator import Calculator
+from rl.compacting import Tally
+from rl.environments import AgentEnvironment, Arithmetic, Environment, ReasoningGym
+from rl.recursive import Halves
 
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"reasoning_gym": ReasoningGym, "arithmetic": Arithmetic}
+ENVIRONMENTS: dict[str, Callable[..., Environment | AgentEnvironment]] = {
+    "reasoning_gym": ReasoningGym,
+    "arithmetic": Arithmetic,
+    "calculator": Calculator,
+    "tally": Tally,
+    "halves": Halves,
+}
 
 
-def make(kind: str, options: Mapping[str, Any]) -> Environment:
+def make(kind: str, options: Mapping[str, Any]) -> Environment | AgentEnvironment:
     """The environment of a config's `kind`: a name in ENVIRONMENTS, or MODULE:CLASS of one's own.
 
     Raises:
@@ -18,7 +27,7 @@ def make(kind: str, options: Mapping[str, Any]) -> Environment:
     module, colon, name = kind.partition(":")
     if colon:
         try:
-            made: Callable[..., Environment] = getattr(importlib.import_module(module), name)
+            made: Callable[..., Environment | AgentEnvironment] = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"environment.kind: {kind!r} cannot be imported ({error}); it is MODULE:CLASS") from error
     elif kind in ENVIRONMENTS:
