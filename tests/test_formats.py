@@ -276,7 +276,7 @@ def test_a_template_extends_where_its_turns_stay() -> None:
         for new in ([answer("it")], [answer("it"), answer("is")], [user("<|im_end|>")], []):
             bridge = renderer.bridge(prompt + ids, new, [TOOL])
             if bridge is None:
-                assert not extends and new and new[0]["role"] == "user"
+                assert not extends and new == []  # Qwen3 puts an empty thinking block before what is last
                 continue
             assert bridge == own.bridge(prompt + ids, new, [TOOL])
             assert renderer.bridge(prompt + ids[:-1], new, [TOOL]) == [ids[-1], *bridge]
