@@ -3,7 +3,6 @@ learn as tools, compaction and sub-agents have it."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +65,8 @@ def test_the_gradient_is_that_of_unshared_training() -> None:
     trees = play(Scripted(answers), Halves(9, terms=8, depth=2, weights=dense), tasks=2, samples=3)
     tallies = play(Scripted(answers), Tally(9, numbers=4, turns=2, weights=dense), tasks=2, samples=3)
     forks = play(numbered(), Wandering(3), tasks=2, samples=2, max_turns=400)  # with sampled tokens on several branches
-    for rollouts, calls in ((trees, "own"), (tallies, "whole"), (forks, "passed")):
-        config: Any = AdvantageConfig(calls=calls)
+    own, whole, passed = AdvantageConfig(calls="own"), AdvantageConfig(), AdvantageConfig(calls="passed", call_discount=0.5)
+    for rollouts, config in ((trees, own), (tallies, whole), (forks, passed)):
         samples, _ = assign(rollouts, config, longest=100, temperature=1.0, policy=Nobody())
         planned = trainer.plan(samples)
         unshared, stats = pack(branches_of(samples, MODEL, trainer.programs.router), trainer.layout, share=False)
