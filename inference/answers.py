@@ -3,6 +3,7 @@
 Log-probs are those under the full vocabulary at temperature 1, whatever the sampling parameters.
 """
 
+import json
 import math
 import time
 import uuid
@@ -23,6 +24,7 @@ from models.routes import from_json, to_json
 from models.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
 """stands for minus infinity, which JSON has not"""
 
@@ -41,15 +43,42 @@ class Served:
     """None: the model has no chat template"""
 
 
+def to_bytes(value: Json) -> bytes:
+    # a lone surrogate, which an escape in a tool call may be, has no UTF-8
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
 class Answer(ABC):
     """One HTTP request: the sequences it asks for, and what the client gets of them."""
 
     stream = False
+    end = DONE
+    """bytes that a stream ends with"""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = tuple(requests)
         self.done: dict[int, Completion] = {}
         """completions by place in `requests`"""
+
+    async def ready(self) -> None:
+        """Waits for what the answer needs before its sequences begin."""
+        return None
+
+    def event(self, item: Any) -> bytes:
+        """A piece of a stream, as it is sent."""
+        return b"data: " + to_bytes(item) + b"\n\n"
+
+    def error(self, error: ApiError) -> Json:
+        """The body of an answer that is this error."""
+        return error.body()
+
+    def failing(self, error: ApiError) -> list[Any]:
+        """What ends a stream with this error."""
+        return [error.body()]
+
+    def close(self) -> None:
+        """Always called, in the end: with the answer, without it, or when its client has gone."""
+        return None
 
     def add(self, index: int, part: Tokens) -> list[Json]:
         """A part of sequence `index`, the last one its Completion. Returns what a client that streams gets of it."""

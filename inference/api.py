@@ -11,46 +11,62 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from inference.answers import Answer, GenerateAnswer, Json, Served
+from inference.engine import Engine
 from inference.errors import ApiError, refusal
 from inference.follower import Follower
 from inference.formats import ChatAnswer, CompletionAnswer
-from inference.front import AsyncEngine
 from inference.metrics import Metrics
 from inference.protocol import ChatBody, CompletionBody, GenerateBody, UpdateBody, parse
 from inference.reply import Reply, error_response, json_response, read_body
 from inference.types import Completion, Tokens
 from inference.types import Request as EngineRequest
-from inference.updates import UpdateFailed, WeightsLost
+from inference.updates import Acknowledgement, Update, UpdateFailed, WeightsLost
 
-Make = Callable[[bytes, Served], Answer]
+Make = Callable[[bytes], Answer]
+"""of a request's body; raises ApiError or ValueError"""
 Part = tuple[int, Tokens | ApiError]
 """of the sequence with this place in the answer"""
 
 
-MAKES: dict[str, Make] = {
-    "/v1/completions": lambda raw, served: CompletionAnswer(parse(CompletionBody, raw, served.name), served),
-    "/v1/chat/completions": lambda raw, served: ChatAnswer(parse(ChatBody, raw, served.name), served),
-    "/generate": lambda raw, served: GenerateAnswer(parse(GenerateBody, raw), served),
+MAKES: dict[str, Callable[[Served, bytes], Answer]] = {
+    "/v1/completions": lambda served, raw: CompletionAnswer(parse(CompletionBody, raw, served.name), served),
+    "/v1/chat/completions": lambda served, raw: ChatAnswer(parse(ChatBody, raw, served.name), served),
+    "/generate": lambda served, raw: GenerateAnswer(parse(GenerateBody, raw), served),
 }
+
+
+class Front(Protocol):
+    """What the door needs of an engine's asyncio front."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """None: it is not in this process."""
+        ...
+
+    @property
+    def version(self) -> int: ...
+
+    def stream(self, request: EngineRequest) -> AsyncGenerator[Tokens | Completion, None]: ...
+
+    async def update(self, prepare: Callable[[], Update]) -> Acknowledgement: ...
 
 
 class Door:
     """Serves one engine's model. `app` is the ASGI application.
 
     Args:
-        api_key: clients give it as bearer token; None lets everyone in.
+        api_key: clients give it as bearer token, or as x-api-key; None lets everyone in.
         follower: of the store that `/update` takes weights from.
     """
 
-    def __init__(
-        self, front: AsyncEngine, served: Served, *, api_key: str | None = None, follower: Follower | None = None
-    ) -> None:
+    def __init__(self, front: Front, served: Served, *, api_key: str | None = None, follower: Follower | None = None) -> None:
         self.front, self.served, self.follower = front, served, follower
         self.metrics = Metrics(front.engine)
         self.draining = False
@@ -67,7 +83,7 @@ class Door:
         self._parsers = ThreadPoolExecutor(2, "parse")
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         for path, make in MAKES.items():
-            self.app.add_api_route(path, partial(self._post, path, make), methods=["POST"])
+            self.app.add_api_route(path, partial(self._post, path, partial(make, served)), methods=["POST"])
         self.app.add_api_route("/update", self._update, methods=["POST"])
         for path, get in (
             ("/v1/models", self._models),
@@ -101,6 +117,7 @@ class Door:
             ApiError: the engine refuses a sequence or has failed, or there is no room.
         """
         self._check_open(len(answer.requests))
+        await answer.ready()
         parts: asyncio.Queue[Part] = asyncio.Queue()
         tasks = [asyncio.create_task(self._sample(i, request, parts)) for i, request in enumerate(answer.requests)]
         self.active += len(tasks)
@@ -131,8 +148,8 @@ class Door:
                 else:
                     self.metrics.first_token.observe(now - last)
                 last, begun = now, True
-        except ValueError as error:
-            parts.put_nowait((index, refusal(error)))
+        except (ApiError, ValueError) as error:
+            parts.put_nowait((index, error if isinstance(error, ApiError) else refusal(error)))
         except Exception as error:  # whatever made a step fail; the engine's state is unknown then
             self.failure = f"{type(error).__name__}: {error}"
             parts.put_nowait((index, ApiError(f"the engine has failed: {self.failure}", status=500)))
@@ -151,35 +168,55 @@ class Door:
         if self.active + num_sequences > most:
             raise ApiError(f"{most} sequences are in flight already; try again later", status=429, code="rate_limit_exceeded")
 
-    def _check_key(self, request: Request) -> None:
+    def check_key(self, request: Request) -> None:
+        """Refuses, with an ApiError, who may not come in."""
+        self.check_host(request)
+        if self._key is not None and not hmac.compare_digest(given_key(request), self._key):
+            raise ApiError("the API key is missing or wrong; send it as bearer token", status=401, code="invalid_api_key")
+
+    def check_host(self, request: Request) -> None:
         host = request.url.hostname
         if self._key is None and host not in ("localhost", "127.0.0.1", "::1"):
             # A web page whose name was made to point here is of the same origin, so a browser lets it read the answers.
             raise ApiError(
                 f"host: {host!r} is not this machine; call it 127.0.0.1 or localhost, or serve with a key", status=403
             )
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        given = key.strip().encode() if kind.lower() == "bearer" else b""
-        if self._key is not None and not hmac.compare_digest(given, self._key):
-            raise ApiError("the API key is missing or wrong; send it as bearer token", status=401, code="invalid_api_key")
 
     async def _post(self, route: str, make: Make, request: Request) -> Response:
+        return await self.post(route, make, request, self.check_key)
+
+    async def post(
+        self,
+        route: str,
+        make: Make,
+        request: Request,
+        check: Callable[[Request], None],
+        shape: Callable[[ApiError], Json] = ApiError.body,
+    ) -> Response:
+        """Answers a request.
+
+        Args:
+            route: what metrics call it.
+            make: runs in a thread.
+            check: raises an ApiError for who may not come in.
+            shape: the body of an answer that is an error.
+        """
         try:
-            self._check_key(request)
+            check(request)
             self._check_open(1)
             raw = await read_body(request, self.served.limits)
-            answer = await asyncio.get_running_loop().run_in_executor(self._parsers, make, raw, self.served)
+            answer = await asyncio.get_running_loop().run_in_executor(self._parsers, make, raw)
         except (ApiError, ValueError) as error:
             error = error if isinstance(error, ApiError) else refusal(error)
             self._ended(route, str(error.status))
-            return error_response(error)
+            return error_response(error, shape(error))
         except ClientDisconnect:
             self._ended(route, "cancelled")
             return Response(status_code=400)  # nobody reads it
         return Reply(answer, self.run, self.stop, partial(self._ended, route))
 
     async def _update(self, request: Request) -> Response:
-        self._check_key(request)
+        self.check_key(request)
         self._check_open(0)
         body = parse(UpdateBody, await read_body(request, self.served.limits))
         if self.follower is None:
@@ -199,11 +236,14 @@ class Door:
         self.metrics.requests.labels(route, outcome).inc()
 
     async def _models(self, request: Request) -> Response:
-        self._check_key(request)
-        return json_response({"object": "list", "data": [self._card()]})
+        self.check_key(request)
+        return json_response(self.models())
+
+    def models(self) -> Json:
+        return {"object": "list", "data": [self._card()]}
 
     async def _model(self, request: Request, name: str) -> Response:
-        self._check_key(request)
+        self.check_key(request)
         if name != self.served.name:
             raise ApiError(f"the model {name!r} does not exist", status=404, param="model", code="model_not_found")
         return json_response(self._card())
@@ -213,14 +253,21 @@ class Door:
         return card | {"max_model_len": self.served.max_context}
 
     async def _metrics(self, request: Request) -> Response:
-        self._check_key(request)
+        self.check_key(request)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _health(self) -> Response:
         status = "shutting down" if self.draining else "ok"
         if self.failure is not None:
             status = f"the engine has failed: {self.failure}"
-        return json_response({"status": status, "version": self.front.engine.version}, 200 if status == "ok" else 503)
+        return json_response({"status": status, "version": self.front.version}, 200 if status == "ok" else 503)
+
+
+def given_key(request: Request) -> bytes:
+    """The key that a client has sent, as OpenAI's or as Anthropic's clients send one."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    given = key if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return given.strip().encode()
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -33,6 +33,10 @@ class AsyncEngine:
         """requests whose callers have left"""
         self._stepper: asyncio.Task[None] | None = None
 
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
     async def generate(self, request: Request) -> Completion:
         """The request's completion. Cancelling the caller cancels the request at the next step boundary.
 

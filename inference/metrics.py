@@ -12,11 +12,16 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20
 
 
 class Metrics:
-    """Counts requests and waits as they happen; the engine's numbers are read when they are asked for."""
+    """Counts requests and waits as they happen; the engine's numbers are read when they are asked for.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: None where it is in another process.
+    """
+
+    def __init__(self, engine: Engine | None) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Engine(engine))
+        if engine is not None:
+            self._registry.register(_Engine(engine))
         self.requests = Counter(
             "twinax_requests", "HTTP requests by HTTP status, or `cancelled`", ["route", "outcome"], registry=self._registry
         )

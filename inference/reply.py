@@ -1,29 +1,27 @@
 """Bodies in, answers out: one JSON object, or server-sent events, for as long as the client is there."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from inference.answers import Answer, Json
+from inference.answers import Answer, Json, to_bytes
 from inference.errors import ApiError
 from inference.protocol import Limits
-
-
-def to_bytes(value: Json) -> bytes:
-    # a lone surrogate, which an escape in a tool call may be, has no UTF-8
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def json_response(value: Json, status: int = 200) -> Response:
     return Response(to_bytes(value), status, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    response = json_response(error.body(), error.status)
+def error_response(error: ApiError, body: Json | None = None) -> Response:
+    """
+    Args:
+        body: in the client's dialect, where it is not OpenAI's.
+    """
+    response = json_response(error.body() if body is None else body, error.status)
     if error.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     if error.status in (429, 503):
@@ -96,21 +94,22 @@ class Reply(Response):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._answer.close()
 
     async def _work(self, send: Send) -> None:
         try:
             async with aclosing(self._run(self._answer)) as pieces:
                 async for piece in pieces:
                     for event in piece:
-                        await self._event(to_bytes(event), send)
+                        await self._event(self._answer.event(event), send)
         except ApiError as error:
             await self._fail(error, send)
             return
         self._ended("200")
         if self._answer.stream:
             for event in self._answer.closing():
-                await self._event(to_bytes(event), send)
-            await self._event(b"[DONE]", send)
+                await self._event(self._answer.event(event), send)
+            await self._event(self._answer.end, send)
             await send({"type": "http.response.body", "body": b""})
         else:
             await _send(json_response(self._answer.whole()), send)
@@ -120,15 +119,16 @@ class Reply(Response):
             self._begun = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         self._ended(str(error.status))
         if self._begun:  # the status is out: the error is the stream's last event
-            await self._event(to_bytes(error.body()), send)
+            for event in self._answer.failing(error):
+                await self._event(self._answer.event(event), send)
             await send({"type": "http.response.body", "body": b""})
         else:
-            await _send(error_response(error), send)
+            await _send(error_response(error, self._answer.error(error)), send)
 
 
 async def _send(response: Response, send: Send) -> None:

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ from models.hf_config import read_config as read_model_config
 from models.tokenizer import Tokenizer
 from models.transformer import describe
 from rl.build import pick
-from rl.config import EngineSection, ModelSection, RunConfig, build
+from rl.config import EngineSection, EnvironmentSection, ModelSection, RunConfig, build
 from rl.fleet import API_KEY
 from rl.run import make_model
 from sharding.mesh import make_mesh
@@ -61,6 +62,20 @@ def get_config() -> ConfigDict:
 
 def main() -> None:
     parser = Parser(__doc__)
+    add_arguments(parser)
+    parser.add_argument("--with-parent", action="store_true", help="end, at once, when standard input does: its writer is gone")
+    arguments, rest = parser.parse_known_args()
+    if arguments.with_parent:
+        threading.Thread(target=end_with_parent, daemon=True).start()
+    what = settings(arguments, rest)
+    key = read_key(arguments.api_key_file)
+    listener = bind(arguments.host, arguments.port, key)
+    engine, tokenizer = start_engine(what, arguments.store)
+    Server(make_door(engine, tokenizer, arguments.name or what.name, what.limits, key, arguments.store)).run([listener])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every server has to know."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", metavar="DIR", help="a Hugging Face directory or hub id")
     what.add_argument("--config", metavar="FILE", help="of configs/; --config.key=value overrides a key of it")
@@ -71,18 +86,25 @@ def main() -> None:
         "--store", metavar="URL", help="of a weight store: serve its newest version, and take others by /update"
     )
     parser.add_argument("--api-key-file", metavar="FILE", help=f"holds the key that clients must send; or set {API_KEY}")
-    parser.add_argument("--with-parent", action="store_true", help="end, at once, when standard input does: its writer is gone")
-    arguments, rest = parser.parse_known_args()
-    if arguments.with_parent:
-        threading.Thread(target=end_with_parent, daemon=True).start()
-    name, model, sizes, limits, seed = settings(arguments, rest)
-    key = read_key(arguments.api_key_file)
-    listener = bind(arguments.host, arguments.port, key)
+
+
+class Settings(NamedTuple):
+    name: str
+    model: ModelSection
+    engine: EngineSection
+    limits: Limits
+    seed: int = 0
+    """of random weights"""
+    environment: EnvironmentSection | None = None
+
+
+def start_engine(what: Settings, store: str | None) -> tuple[Engine, Tokenizer]:
+    """An engine that has compiled its programs."""
     set_up_jax()
-    engine, tokenizer = make_engine(model, sizes, seed, arguments.store)
+    engine, tokenizer = make_engine(what.model, what.engine, what.seed, store)
     print("compiling; later starts take the programs from the cache", file=sys.stderr)
     engine.warm_up()
-    Server(make_door(engine, tokenizer, arguments.name or name, limits, key, arguments.store)).run([listener])
+    return engine, tokenizer
 
 
 def end_with_parent() -> None:
@@ -91,8 +113,7 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def settings(arguments: argparse.Namespace, overrides: list[str]) -> tuple[str, ModelSection, EngineSection, Limits, int]:
-    """Name, model, engine and limits, and the seed of random weights."""
+def settings(arguments: argparse.Namespace, overrides: list[str]) -> Settings:
     values = read_config(arguments.config or __file__, overrides)
     for section in ("model", "engine", "server"):
         if not isinstance(values.get(section, {}), dict):
@@ -100,7 +121,7 @@ def settings(arguments: argparse.Namespace, overrides: list[str]) -> tuple[str, 
     limits: Limits = build(Limits, values.pop("server", {}), "config.server")
     if arguments.config:
         config: RunConfig = build(RunConfig, values)
-        return config.name, config.model, config.engine, limits, config.seed
+        return Settings(config.name, config.model, config.engine, limits, config.seed, config.environment)
     if unknown := sorted(values.keys() - {"model", "engine"}):
         raise ValueError(f"config.{unknown[0]}: unknown key; with --model there are config.model, .engine and .server")
     values["model"]["source"] = arguments.model
@@ -115,7 +136,7 @@ def settings(arguments: argparse.Namespace, overrides: list[str]) -> tuple[str, 
         context_buckets=sizes.context_buckets or few(sizes.max_context),
     )
     name = Path(arguments.model).resolve().name if Path(arguments.model).is_dir() else arguments.model
-    return name, build(ModelSection, values["model"], "config.model"), sizes, limits, 0
+    return Settings(name, build(ModelSection, values["model"], "config.model"), sizes, limits)
 
 
 def few(most: int) -> tuple[int, ...]:

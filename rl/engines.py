@@ -1,13 +1,16 @@
 """Several engines as one.
 
-The requests of a group go to one engine, where they share the group's prefix; a group that begins goes to the engine with the
-fewest requests in flight.
+All requests of a group, of every turn, go to one engine, where they find the prefixes that they share; a group that begins goes
+to the engine with the fewest requests in flight.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from inference.types import Completion, Request
 from rl.rollout import SamplerEngine
+
+MOST_HOMES = 10_000
 
 
 class Engines:
@@ -16,8 +19,8 @@ class Engines:
     def __init__(self, engines: Sequence[SamplerEngine]):
         self.engines = engines
         self._in_flight: list[set[str]] = [set() for _ in engines]
-        self._home: dict[str, int] = {}
-        """group -> engine, while requests of it are in flight"""
+        self._home: OrderedDict[str, int] = OrderedDict()
+        """group -> engine, of the groups that asked last"""
 
     @property
     def version(self) -> int:
@@ -30,12 +33,15 @@ class Engines:
             number = min(range(len(self.engines)), key=lambda each: len(self._in_flight[each]))
         self.engines[number].submit(request)
         self._home[group] = number
+        self._home.move_to_end(group)
         self._in_flight[number].add(request.id)
+        if len(self._home) > MOST_HOMES:
+            self._home.popitem(last=False)
 
     def cancel(self, request_id: str) -> Completion:
-        number = self._home[_group(request_id)]
+        number = next(number for number, running in enumerate(self._in_flight) if request_id in running)
         completion = self.engines[number].cancel(request_id)
-        self._left(number, request_id)
+        self._in_flight[number].remove(request_id)
         return completion
 
     def step(self) -> list[Completion]:
@@ -43,16 +49,9 @@ class Engines:
         for number, engine in enumerate(self.engines):
             if self._in_flight[number]:
                 for completion in engine.step():
-                    self._left(number, completion.request_id)
+                    self._in_flight[number].remove(completion.request_id)
                     done.append(completion)
         return done
-
-    def _left(self, number: int, request_id: str) -> None:
-        running = self._in_flight[number]
-        running.remove(request_id)
-        group = _group(request_id)
-        if not any(_group(other) == group for other in running):
-            del self._home[group]
 
 
 def _group(request_id: str) -> str:

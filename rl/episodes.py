@@ -14,9 +14,10 @@ from typing import Any
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
 from rl.agents import MAIN, Agent, Ask, ContextOverflow, Limit, TurnsOver
+from rl.conversations import Conversation, Conversations
 from rl.environments import Step, Task
 from rl.graph import Graph
-from rl.histories import Conversation, Conversations, Prompt
+from rl.histories import Prompt
 from rl.play import Play, Ticket
 from rl.records import Call, Episode, EpisodeStatus
 from rl.renderers import Renderer

@@ -10,8 +10,8 @@ A node holds the ids that it adds to its parent's path; a branch is a root-to-le
 * Rows of routing stand where they were first recorded: a completion brings those that its path lacks, up to the last but one
   token. A record with other rows is refused.
 * One request id is one node: a repeated commit returns the node there is.
-* A branch ends at each sampled node from which no other sampled node descends. A sampled token on n branches weighs 1/n
-  on each, so that it is trained once, and the weights add up to the count of sampled tokens.
+* A branch ends at each sampled node of a trainable call from which no other such node descends. A sampled token on n branches
+  weighs 1/n on each, so that it is trained once, and the weights add up to the count of sampled tokens.
 """
 
 import dataclasses
@@ -153,6 +153,16 @@ class Graph:
         """Changes a node's status; retried and abandoned nodes leave every branch, with all that follows them."""
         self.nodes[node_id] = dataclasses.replace(self.nodes[node_id], status=status)
 
+    def supersede(self, node_id: int) -> None:
+        """Of several answers of a call to one question that nothing follows, only this one counts: the others are retried."""
+        mine = self.nodes[node_id]
+        later = self.nodes[0 if mine.parent is None else mine.parent :]
+        followed = {other.parent for other in later}
+        for other in later:
+            same = other.parent == mine.parent and other.call == mine.call and other.kind == "sampled" and other.id != node_id
+            if same and self._open(other.id) and other.id not in followed:
+                self.mark(other.id, "retried")
+
     def finish(self, status: EpisodeStatus, *, rewards: Sequence[Reward] = (), **changes: Any) -> None:
         """Closes the episode; `changes` are further fields of Episode."""
         self.episode = dataclasses.replace(self.episode, status=status, rewards=tuple(rewards), **changes)
@@ -166,7 +176,7 @@ class Graph:
         """
         values = [advantage] * len(self.calls) if isinstance(advantage, int | float) else advantage
         kept = [all(self._open(i) for i in self.path(node.id)) for node in self.nodes]
-        sampled = [node.id for node in self.nodes if kept[node.id] and any(node.mask)]
+        sampled = [node.id for node in self.nodes if kept[node.id] and any(node.mask) and self.calls[node.call].trainable]
         inner = {i for leaf in sampled for i in self.path(leaf)[:-1]}
         paths = [self.path(leaf) for leaf in sampled if leaf not in inner]
         passing = [sum(node.id in path for path in paths) for node in self.nodes]

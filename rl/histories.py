@@ -1,93 +1,103 @@
-"""The conversations of an episode: which ids a history that is given whole has, and whose it is in the tree of calls."""
+"""Which ids a conversation that is given whole has: what was sampled of it stays as it was sampled, the rest is rendered.
+
+* A conversation (tools, then messages) is named by a digest of what it means (rl/messages.py), so that markers, the order of
+  keys in arguments and the like do not matter. Of sampled turns of one meaning, that whose name a client has sent back counts,
+  else the last one.
+* The ids of the longest history that ends in a sampled turn stay, and what follows is put behind them. An assistant's turn that
+  was not sampled so (rewritten, repaired, the client's own) is prompt.
+* Where nothing fits (a new conversation, a compacted one, a sub-agent, a template that strips thinking) all is rendered.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from rl.agents import MAIN, Ask
 from rl.graph import Graph
 from rl.messages import Message, Tool, chain, tools_digest
-from rl.records import Call
 from rl.renderers import Renderer
 
 
 class Prompt(NamedTuple):
     ids: list[int]
+    """of the whole history, up to the assistant's next turn"""
     new: Sequence[Message]
-    """what stands after the part that was sampled before; of a history rendered anew, all of it"""
+    """what stands after the part that was sampled before; of a conversation rendered anew, all of it"""
     extends: bool
-    """whether it goes on from a sampled answer, token for token"""
+    """whether it goes on from a sampled turn, token for token"""
     tools: Sequence[Tool]
     digest: bytes
-    """names the history; `chain(digest, answer)` names it with an answer"""
+    """names the history"""
 
 
-@dataclass
-class Conversation:
-    """A call, and how far it is."""
+class Histories:
+    """Of one message graph."""
 
-    call: Call
-    node: int | None = None
-    asked: int = 0
-
-
-class Conversations:
-    """Those of one episode; its own is there from the beginning."""
-
-    def __init__(self, graph: Graph, renderer: Renderer):
+    def __init__(self, graph: Graph, renderer: Renderer) -> None:
         self.graph, self.renderer = graph, renderer
-        self.by_name = {MAIN: Conversation(graph.calls[0])}
-        self._known: dict[bytes, int] = {}
-        """names of histories that end in a sampled answer -> the answer's node"""
+        self._said: dict[bytes, list[int]] = {}
+        """history that ends in a sampled turn -> its nodes"""
+        self._named: dict[str, int] = {}
 
-    def prompt_of(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
-        """The ids to sample after: what was sampled of a history stands as it was sampled, whoever asked; the rest is rendered.
+    def said(self, digest: bytes, message: Message, node: int, name: str = "") -> None:
+        """Takes note of a turn that was sampled.
+
+        Args:
+            digest: of the history before it.
+            name: that its message has as `id` where it is sent back.
+        """
+        self._said.setdefault(chain(digest, message), []).append(node)
+        if name:
+            self._named[name] = node
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
+        """The ids to sample after.
 
         Raises:
             ValueError: the renderer has no form for these messages.
         """
-        digest, last, node = tools_digest(tools), 0, None
-        for number, message in enumerate(messages, 1):
-            digest = chain(digest, message)
-            if digest in self._known:
-                last, node = number, self._known[digest]
-        new = messages[last:]
-        if node is not None and not any(message["role"] == "assistant" for message in new):
-            ids = self.graph.path_ids(node)
-            bridge = self.renderer.bridge(ids, new, tools)
-            if bridge is not None:
-                return Prompt([*ids, *bridge], new, True, tools, digest)
-        return Prompt(self.renderer.render(messages, tools), messages, False, tools, digest)
+        links = [tools_digest(tools)]
+        for message in messages:
+            links.append(chain(links[-1], message))
+        for i in range(len(messages), 0, -1):
+            node = self._node(links[i], messages[i - 1]) if messages[i - 1]["role"] == "assistant" else None
+            if node is None:
+                continue
+            ids = self._go_on(self.graph.path_ids(node), messages, i, tools)
+            if ids is None:
+                break
+            return Prompt(ids, messages[i:], True, tools, links[-1])
+        return Prompt(self.renderer.render(messages, tools), messages, False, tools, links[-1])
 
-    def asks(self, ask: Ask, prompt: Prompt) -> Conversation:
-        """Puts a prompt in the record, as a new call's where the conversation has not asked before.
+    def _node(self, digest: bytes, message: Message) -> int | None:
+        """Of a sampled turn. One that another had superseded counts again: it is the one that the client has chosen."""
+        nodes = [node for node in self._said.get(digest, ()) if self.graph.nodes[node].status != "abandoned"]
+        if not nodes:
+            return None
+        named = self._named.get(message.get("id", ""))
+        node = named if named in nodes else nodes[-1]
+        if self.graph.nodes[node].status == "retried":
+            self.graph.mark(node, "live" if self.graph.nodes[node].finish_reason == "stop" else "cut")
+            self.graph.supersede(node)
+        return node
 
-        Raises:
-            ValueError: its parent is no conversation.
-        """
-        conversation = self.by_name.get(ask.call) or self._begin(ask)
-        kind = "tool" if prompt.extends else "prompt" if conversation.node is None else "summary"
-        conversation.node = self.graph.extend(prompt.ids, messages=prompt.new, kind=kind, call=conversation.call.id)
-        conversation.asked += 1
-        return conversation
+    def _go_on(self, ids: list[int], messages: Sequence[Message], start: int, tools: Sequence[Tool]) -> list[int] | None:
+        """`ids`, which end in a sampled turn, and the messages from `start` on; None if no form of them begins with `ids`."""
+        new: list[Message] = []
+        for i in range(start, len(messages)):
+            if messages[i]["role"] != "assistant":
+                new.append(messages[i])
+                continue
+            bridge, said = self.renderer.bridge(ids, new, tools), self._as_prompt(messages[: i + 1], tools)
+            if bridge is None or said is None:
+                return None
+            ids, new = [*ids, *bridge, *said], []
+        bridge = self.renderer.bridge(ids, new, tools)
+        return None if bridge is None else [*ids, *bridge]
 
-    def answered(self, conversation: Conversation, prompt: Prompt, node: int, message: Message) -> None:
-        conversation.node = node
-        self._known[chain(prompt.digest, message)] = node
-
-    def _begin(self, ask: Ask) -> Conversation:
-        parent, calls = self.by_name.get(ask.parent), self.graph.calls
-        if parent is None:
-            raise ValueError(f"parent: no conversation {ask.parent!r} has asked yet; there is {', '.join(self.by_name)}")
-        call = Call(
-            id=len(calls),
-            parent=parent.call.id,
-            agent=ask.call,
-            role=ask.role,
-            depth=parent.call.depth + 1,
-            position=len(self.graph.path_ids(parent.node)),
-            trainable=calls[0].trainable and ask.trainable,
-        )
-        calls.append(call)
-        self.by_name[ask.call] = Conversation(call)
-        return self.by_name[ask.call]
+    def _as_prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+        """ids of the last message, an assistant's that was not sampled, up to the end of its turn."""
+        before = self.renderer.render(messages[:-1], tools)
+        whole = self.renderer.render(messages, tools, add_generation_prompt=False)
+        if whole[: len(before)] != before:
+            return None
+        ends = [i for i in range(len(before), len(whole)) if whole[i] in self.renderer.stop_ids]
+        return whole[len(before) : ends[-1] + 1] if ends else None

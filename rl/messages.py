@@ -83,10 +83,9 @@ def same_json(text: str) -> str:
     Numbers compare as values (1.0 is 1), the order of keys does not matter.
     """
     try:
-        value = json.loads(text)
+        return canonical(json.loads(text))
     except (ValueError, RecursionError):
         return text
-    return canonical(value)
 
 
 def canonical(value: Any) -> str:
@@ -103,9 +102,12 @@ def _plain(value: Any) -> Any:
 
 
 def meaning(message: Message) -> tuple[Any, ...]:
-    """What two messages must have in common to be the same: ids do not count, arguments compare as data."""
+    """What two messages must have in common to be the same: ids do not count, arguments compare as data.
+
+    Thinking of no text is none: clients leave it out when they send a turn back.
+    """
     calls = [(call["name"], same_json(call["arguments"])) for call in message.get("tool_calls", ())]
-    return message["role"], message["content"], message.get("thinking"), tuple(calls), message.get("name")
+    return message["role"], message["content"], message.get("thinking") or None, tuple(calls), message.get("name")
 
 
 def chain(before: bytes, message: Message) -> bytes:

@@ -159,13 +159,11 @@ class RemoteEngine:
             self._why = f"{self.url}{path}: {response.status_code}: {response.text}"
             raise EngineDied(self._why)
         if response.status_code >= 400:
-            raise ValueError(_message(response))
+            raise ValueError(message_of(response))
         return response.json()
 
     async def _generate(self, request: Request) -> None:
-        body = {"prompt_ids": request.prompt_ids, "sampling": asdict(request.params), "priority": request.priority}
-        if request.routing is not None:
-            body["routing"] = to_json(request.routing)
+        body = body_of(request)
         waits, drains = 0, 0
         try:
             while True:
@@ -177,9 +175,9 @@ class RemoteEngine:
                 await asyncio.sleep(min(1.0, 0.05 * 2**waits))
                 waits = min(waits + 1, 8)
             if response.status_code == 200:
-                self._done.put(_completion(request, response.json()))
+                self._done.put(completion_of(request, response.json()))
             elif response.status_code < 500:
-                self._done.put((request.id, ValueError(f"request {request.id}: {_message(response)}")))
+                self._done.put((request.id, ValueError(f"request {request.id}: {message_of(response)}")))
             else:
                 self._lose(request, f"{response.status_code}: {response.text}")
         except httpx.TransportError as error:
@@ -193,7 +191,13 @@ class RemoteEngine:
         self._done.put(None)
 
 
-def _message(response: httpx.Response) -> str:
+def body_of(request: Request) -> dict[str, Any]:
+    """What POST /generate takes."""
+    body = {"prompt_ids": request.prompt_ids, "sampling": asdict(request.params), "priority": request.priority}
+    return body if request.routing is None else body | {"routing": to_json(request.routing)}
+
+
+def message_of(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
     except (KeyError, TypeError, ValueError):
@@ -205,7 +209,8 @@ def _floats(values: Any) -> np.ndarray:
     return np.where([value is None for value in values], -np.inf, np.asarray(values, float)).astype(np.float32)
 
 
-def _completion(request: Request, answer: dict[str, Any]) -> Completion:
+def completion_of(request: Request, answer: dict[str, Any]) -> Completion:
+    """From what POST /generate answers."""
     n, top = len(answer["ids"]), request.params.top_logprobs
     rows = answer.get("routing")
     return Completion(
@@ -230,4 +235,4 @@ def _completion(request: Request, answer: dict[str, Any]) -> Completion:
 def nothing(request: Request) -> Completion:
     answer: dict[str, Any] = dict.fromkeys(("ids", "logprobs", "logprobs_full", "versions"), ())
     plain = {"finish_reason": "abort", "stop_reason": None, "cached_tokens": 0, "prefilled_tokens": 0}
-    return _completion(request, answer | plain)
+    return completion_of(request, answer | plain)

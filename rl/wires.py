@@ -7,9 +7,11 @@ Messages). Nothing here knows tokens.
 """
 
 import re
+import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from inference.errors import ApiError
 from rl.messages import CallKind, Message, Piece, Tool
@@ -18,6 +20,18 @@ Json = dict[str, Any]
 Event = tuple[str, Json]
 """of a stream: its name ("" for dialects without), and its data"""
 RECORD = re.compile(r"tx[0-9a-f]{20}")
+
+
+class ContextOverflow(ApiError):
+    """A prompt that does not fit; each dialect says it in the words at which its clients compact their history."""
+
+    def __init__(self, prompt_tokens: int, most: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {most} tokens. However, your messages resulted in {prompt_tokens} tokens; "
+            f"shorten them",
+            code="context_length_exceeded",
+        )
+        self.prompt_tokens, self.most = prompt_tokens, most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +60,7 @@ class Turn:
     kind: CallKind = "turn"
     notes: tuple[str, ...] = ()
     """what was asked for and is not done, for people: "tools: hosted tool web_search is ignored" """
+    identity: Identity = field(default_factory=Identity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +81,11 @@ class Writer(Protocol):
         """Pieces as they come; those of one kind that follow each other are one block."""
         ...
 
-    def end(self, cut: bool, usage: Usage) -> list[Event]:
+    def end(self, cut: bool, usage: Usage, stop: str | None = None) -> list[Event]:
         """
         Args:
             cut: max_tokens or the context ended it.
+            stop: the client's own stop string that ended it.
         """
         ...
 
@@ -112,7 +128,70 @@ class Wire(Protocol):
         ...
 
 
+def new_name() -> str:
+    """Of a record; in every id that its answer has."""
+    return f"tx{secrets.token_hex(10)}"
+
+
 def record_of(identifier: str) -> str | None:
     """The record's name in an id that a client sends back."""
     found = RECORD.search(identifier)
     return None if found is None else found.group()
+
+
+@dataclass
+class Block:
+    """What a writer puts out as one: neighbouring pieces of one kind, or a call."""
+
+    kind: Literal["thinking", "text", "call"]
+    index: int
+    """among all blocks of the answer"""
+    nth: int
+    """among those of its kind"""
+    name: str
+    """of a call: the tool"""
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+class BlockWriter(ABC):
+    """What the writers have in common: pieces as blocks. A piece without text is in none."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+
+    def add(self, pieces: Sequence[Piece]) -> list[Event]:
+        events: list[Event] = []
+        for piece in pieces:
+            if not piece.text:
+                continue
+            if not self.blocks or piece.kind == "call" or piece.kind != self.blocks[-1].kind:
+                events += self.close_last()
+                nth = sum(block.kind == piece.kind for block in self.blocks)
+                self.blocks.append(Block(piece.kind, len(self.blocks), nth, piece.name))
+                events += self.open(self.blocks[-1])
+            self.blocks[-1].parts.append(piece.text)
+            events += self.grow(self.blocks[-1], piece.text)
+        return events
+
+    def close_last(self) -> list[Event]:
+        return self.close(self.blocks[-1]) if self.blocks else []
+
+    def joined(self, kind: str) -> str:
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]
+
+    @abstractmethod
+    def open(self, block: Block) -> list[Event]: ...
+
+    @abstractmethod
+    def grow(self, block: Block, text: str) -> list[Event]: ...
+
+    @abstractmethod
+    def close(self, block: Block) -> list[Event]: ...

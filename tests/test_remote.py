@@ -44,8 +44,8 @@ def until(condition: Any) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    _, model, sizes, _, seed = settings(Namespace(model=None, config=CONFIG), SMALL)
-    made = make_engine(model, sizes, seed)[0]
+    what = settings(Namespace(model=None, config=CONFIG), SMALL)
+    made = make_engine(what.model, what.engine, what.seed)[0]
     made.warm_up()
     return made
 

@@ -33,6 +33,7 @@ from inference.answers import Answer
 from inference.api import MAKES, Door
 from inference.engine import Engine
 from inference.errors import ApiError
+from inference.front import AsyncEngine
 from inference.protocol import Limits
 from inference.text import Detokenizer
 from inference.types import Completion, FinishReason, Request, Tokens
@@ -60,8 +61,8 @@ DEADLINE = 20.0
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    _, model, sizes, _, seed = settings(Namespace(model=None, config=TINY), SMALL)
-    made, tokenizer = make_engine(model, sizes, seed)
+    what = settings(Namespace(model=None, config=TINY), SMALL)
+    made, tokenizer = make_engine(what.model, what.engine, what.seed)
     tokenizer.chat_template = TOOLS
     made.warm_up()
     return made
@@ -85,8 +86,13 @@ class Live:
     http: httpx.Client
 
     @property
+    def front(self) -> AsyncEngine:
+        front: Any = self.door.front
+        return front
+
+    @property
     def engine(self) -> Engine:
-        return self.door.front.engine
+        return self.front.engine
 
     def call(self, work: Any) -> Any:
         """Awaits it in the server's loop."""
@@ -167,6 +173,7 @@ class Scripted:
         self.go = threading.Event()
         self.go.set()
         self.streams = 0
+        self.version = engine.version
 
     async def stream(self, request: Request) -> AsyncIterator[Tokens]:
         self.streams += 1
@@ -581,7 +588,7 @@ def test_any_body_is_refused_or_answered(live: Live, path: str, change: dict[str
     base = {TEXT: PLAIN, TALK: CHAT, IDS: {"prompt_ids": [1], "sampling": {"max_tokens": 1}}}[path]
     raw = json.dumps(base | change).encode()
     try:
-        assert isinstance(MAKES[path](raw, live.door.served), Answer)
+        assert isinstance(MAKES[path](live.door.served, raw), Answer)
     except (ApiError, ValueError) as error:
         assert str(error)
 
@@ -747,8 +754,8 @@ def test_an_update_in_the_middle(engine: Engine) -> None:
 
 def own_engine(engine: Engine) -> Engine:
     """Another with the same programs, whose weights may change."""
-    _, model, sizes, _, seed = settings(Namespace(model=None, config=TINY), SMALL)
-    made, _ = make_engine(model, sizes, seed)
+    what = settings(Namespace(model=None, config=TINY), SMALL)
+    made, _ = make_engine(what.model, what.engine, what.seed)
     made.runner._programs = engine.runner._programs
     return made
 
@@ -811,20 +818,20 @@ def test_without_a_store_there_are_no_updates(live: Live) -> None:
 
 def test_the_newest_of_the_store_is_served(tmp_path: Path) -> None:
     """An empty one leaves the config's own weights as version 0."""
-    _, model, sizes, _, seed = settings(Namespace(model=None, config=TINY), SMALL)
+    what = settings(Namespace(model=None, config=TINY), SMALL)
     url = f"file://{tmp_path}/"
-    first, _ = make_engine(model, sizes, seed, url)
+    first, _ = make_engine(what.model, what.engine, what.seed, url)
     assert first.version == 0
     store, scaled = WeightStore(url), {name: array * 2 for name, array in first.params.items()}
     store.publish(scaled, 3)
-    late, _ = make_engine(model, sizes, seed, url)
+    late, _ = make_engine(what.model, what.engine, what.seed, url)
     assert late.version == 3 and checksums(late.params) == checksums(scaled) and not store.head().pins
 
 
 def test_generate_takes_and_gives_routing() -> None:
     """What another process needs to go on: rows of the prompt in, rows of the rest out."""
-    _, model, sizes, _, seed = settings(Namespace(model=None, config=str(REPO / "configs/tiny_moe.py")), SMALL)
-    engine, _ = make_engine(model, sizes, seed)
+    what = settings(Namespace(model=None, config=str(REPO / "configs/tiny_moe.py")), SMALL)
+    engine, _ = make_engine(what.model, what.engine, what.seed)
     engine.warm_up()
     with serving(engine) as live:
         first = generate(live, "hello", seed=1, max_tokens=4)
@@ -845,10 +852,10 @@ def test_the_real_front_aborts(live: Live) -> None:
             model="tiny", prompt="x", max_tokens=250, stream=True, extra_body={"ignore_eos": True}
         )
         assert next(iter(stream)).choices
-        live.call(live.door.front.pause("abort"))
+        live.call(live.front.pause("abort"))
         with pytest.raises(openai.APIError, match="aborted by an update"):
             list(stream)
-        live.call(live.door.front.resume())
+        live.call(live.front.resume())
 
 
 def test_an_engine_that_fails(engine: Engine) -> None:
@@ -982,15 +989,14 @@ def test_the_real_model() -> None:
         "token_buckets=(64,)",
         "context_buckets=(256,)",
     ]
-    name, model, sizes, limits, seed = settings(
-        Namespace(model=str(MODEL), config=None), [f"--config.engine.{item}" for item in small]
-    )
+    what = settings(Namespace(model=str(MODEL), config=None), [f"--config.engine.{item}" for item in small])
+    name = what.name
     assert name == "smollm2-135m-instruct"
-    engine, tokenizer = make_engine(model, sizes, seed)
+    engine, tokenizer = make_engine(what.model, what.engine, what.seed)
     engine.warm_up()
     listener = bind("127.0.0.1", 0, None)
     listener.listen()
-    server = Server(make_door(engine, tokenizer, name, limits, None))
+    server = Server(make_door(engine, tokenizer, name, what.limits, None))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"

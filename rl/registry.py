@@ -1,0 +1,245 @@
+"""The sessions of a gateway: by name and by key, each written down as one file of rollouts.
+
+A session is written within some seconds of whatever happens in it (`FLUSH_SECONDS`; a process that is killed loses no more),
+when it is finished, and when the gateway ends. One that nobody has used for long, or that has become very long, is written and
+let go; if its name comes again, that is another episode, NAME~2.
+"""
+
+import hmac
+import json
+import re
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from inference.errors import ApiError
+from inference.types import SamplingParams
+from rl.columns import write
+from rl.environments import Reward
+from rl.records import Episode, EpisodeStatus
+from rl.renderers import Renderer
+from rl.rollout import sample_seed
+from rl.sessions import Session
+from rl.wires import Identity
+
+FLUSH_SECONDS = 5.0
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+DEFAULT = "default"
+MOST_REQUESTS = 10_000
+"""of a session"""
+
+
+class Sessions:
+    """Args:
+    folder: of the records, session_NAME.parquet; None keeps none.
+    most: sessions at once; beyond them the one that was used longest ago is let go.
+    idle_s: seconds without a request after which a session is let go.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        params: SamplingParams,
+        *,
+        max_context: int,
+        folder: Path | None = None,
+        most: int = 4096,
+        idle_s: float = 3600.0,
+        client_sampling: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.renderer, self.params, self.max_context = renderer, params, max_context
+        self.folder, self.most, self.idle_s = folder, most, idle_s
+        self.client_sampling, self.seed = client_sampling, seed
+        self._sessions: dict[str, Session] = {}
+        self._keys: dict[bytes, str] = {}
+        self._finished: set[str] = set()
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        self._writer = threading.Thread(target=self._write_often, name="sessions", daemon=True)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._writer.start()
+
+    @staticmethod
+    def now() -> int:
+        return int(time.time())
+
+    def owner(self, key: bytes) -> str | None:
+        """The session that a key opens."""
+        with self._lock:
+            found = [name for known, name in self._keys.items() if hmac.compare_digest(known, key)]
+        return found[0] if found else None
+
+    def of(self, path_name: str | None, key: bytes, who: Identity) -> Session:
+        """The session that a request belongs to; a new one where there is none of that name.
+
+        Raises:
+            ApiError: it is finished, or its name cannot be one.
+        """
+        return self.named(path_name or self.owner(key) or who.session or DEFAULT, make=True)
+
+    def named(self, name: str, *, make: bool = False) -> Session:
+        with self._lock:
+            if name in self._finished:
+                raise ApiError(f"session: {name!r} is finished; open another", status=409)
+            if name in self._sessions and self._sessions[name].asked >= MOST_REQUESTS and not self._sessions[name].running:
+                self._let_go(name)
+            if name not in self._sessions:
+                if not make:
+                    raise ApiError(f"session: there is no {name!r}", status=404)
+                self._make(name, {})
+            session = self._sessions.pop(name)
+            self._sessions[name] = session  # the last one used is last
+            session.used = time.monotonic()
+            return session
+
+    def open(self, fields: dict[str, Any]) -> tuple[str, str]:
+        """A new session and the key that opens it and no other.
+
+        Args:
+            fields: of its Episode; `id` is its name.
+
+        Raises:
+            ApiError: there is one of that name.
+        """
+        with self._lock:
+            name = fields.pop("id", None) or secrets.token_hex(8)
+            if name in self._sessions or name in self._finished or self._file(name).exists():
+                raise ApiError(f"name: there is a session {name!r} already; choose another", status=409, param="name")
+            self._make(name, fields)
+            key = f"tx-{secrets.token_urlsafe(24)}"
+            self._keys[key.encode()] = name
+            return name, key
+
+    def finish(
+        self, name: str, status: EpisodeStatus, rewards: Sequence[Reward] = (), reason: str = "finished"
+    ) -> dict[str, Any]:
+        """Closes a session and writes its record; returns its counts."""
+        with self._lock:
+            session = self.named(name)
+            if session.running:
+                raise ApiError(f"session: {name!r} has requests in flight; finish it when they have ended", status=409)
+            self._finished.add(name)
+            self._end(name, status, rewards, reason)
+        return session.counts()
+
+    def close(self) -> None:
+        """Writes what was not written."""
+        self._closing.set()
+        self._writer.join()
+        self.flush()
+
+    def flush(self) -> None:
+        """Writes what has changed."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            if session.changed:
+                self._write(session)
+
+    def _make(self, name: str, fields: dict[str, Any]) -> None:
+        if len(self._sessions) >= self.most:
+            oldest = next((name for name, session in self._sessions.items() if not session.running), None)
+            if oldest is None:
+                raise ApiError(f"{self.most} sessions have requests in flight; try again later", status=429)
+            self._let_go(oldest)
+        number, own = 1, name
+        while self._file(own).exists():
+            number += 1
+            own = f"{name}~{number}"
+        plain: dict[str, Any] = {"env": "gateway", "key": 0, "content_hash": "", "group_id": name, "seed": 0} | fields
+        plain["seed"] = sample_seed(self.seed, plain["seed"], own)
+        self._sessions[name] = Session(
+            Episode(id=own, **plain),
+            self.renderer,
+            self.params,
+            max_context=self.max_context,
+            client_sampling=self.client_sampling,
+        )
+
+    def _let_go(self, name: str) -> None:
+        self._end(name, "completed", (), "idle")
+
+    def _end(self, name: str, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
+        session = self._sessions.pop(name)
+        self._keys = {key: owner for key, owner in self._keys.items() if owner != name}
+        session.finish(status, rewards, reason)
+        self._write(session)
+
+    def _file(self, episode: str) -> Path:
+        return (self.folder or Path("/nonexistent")) / f"session_{quote(episode, safe='')}.parquet"
+
+    def _write_often(self) -> None:
+        while not self._closing.wait(FLUSH_SECONDS):
+            self.flush()
+            before = time.monotonic() - self.idle_s
+            with self._lock:
+                idle = [name for name, session in self._sessions.items() if session.used < before and not session.running]
+                for name in idle:
+                    self._let_go(name)
+
+    def _write(self, session: Session) -> None:
+        if self.folder is not None:
+            with session.whole() as graph:
+                write(self._file(graph.episode.id), [graph])
+
+
+def open_body(raw: bytes) -> dict[str, Any]:
+    """Fields of an Episode from the body of POST /sessions: {"name", "env", "key", "group", "seed"}, all optional."""
+    body = _object(raw)
+    fields: dict[str, Any] = {}
+    for name, field, kind in (
+        ("name", "id", str),
+        ("env", "env", str),
+        ("key", "key", int),
+        ("group", "group_id", str),
+        ("seed", "seed", int),
+    ):
+        if name in body:
+            value = body.pop(name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ApiError(f"{name}: must be {'text' if kind is str else 'a whole number'}, got {value!r}", param=name)
+            if isinstance(value, int) and not 0 <= value < 2**32:
+                raise ApiError(f"{name}: must be in [0, 2^32), got {value}", param=name)
+            fields[field] = value
+    if "id" in fields and not NAME.fullmatch(fields["id"]):
+        raise ApiError(f"name: {fields['id']!r} must match {NAME.pattern}", param="name")
+    if body:
+        raise ApiError(f"{min(body)}: this field is not supported; leave it out", param=min(body))
+    return fields
+
+
+def finish_body(raw: bytes) -> list[Reward]:
+    """Rewards from the body of POST /sessions/NAME/finish: {"rewards": [{"name", "score", "weight"}, ...]}."""
+    body = _object(raw)
+    given = body.pop("rewards", [])
+    if body:
+        raise ApiError(f"{min(body)}: this field is not supported; leave it out", param=min(body))
+    rewards = []
+    for i, item in enumerate(given if isinstance(given, list) else [None]):
+        param = f"rewards.{i}"
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or set(item) - {"name", "score", "weight"}:
+            raise ApiError(f'{param}: must be {{"name": text, "score": number or null, "weight": number}}', param=param)
+        numbers = [item.get("score"), item.get("weight", 1.0)]
+        if any(isinstance(x, bool) or not isinstance(x, int | float | None) for x in numbers) or numbers[1] is None:
+            raise ApiError(f"{param}: score and weight are numbers", param=param)
+        try:
+            rewards.append(Reward(item["name"], numbers[0] if numbers[0] is None else float(numbers[0]), float(numbers[1])))
+        except (ValueError, OverflowError) as error:
+            raise ApiError(f"{param}.{error}", param=param) from None
+    return rewards
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"body: is no JSON ({error})") from None
+    if not isinstance(body, dict):
+        raise ApiError("body: must be an object")
+    return body

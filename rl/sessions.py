@@ -1,0 +1,271 @@
+"""Sessions: whatever an agent program asks of the model becomes one message graph, token for token.
+
+A client sends its whole history with each request, as text; rl/histories.py finds the sampled turn that it goes on from. The
+graph shares what is equal, token for token, and forks where it is not. Agents are calls of the graph; so are auxiliary requests
+(titles, summaries), which are not trained on.
+
+The same request again, as a retry sends it, gets the answer that there is, or the one on its way, until something follows it. A
+turn that was asked for again otherwise, or whose client has left, is kept and closed.
+"""
+
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from inference.errors import ApiError
+from inference.types import Completion, FinishReason, Request, SamplingParams, Tokens
+from rl.environments import Reward
+from rl.graph import Graph
+from rl.histories import Histories
+from rl.messages import CallKind, Message, Tool, canonical
+from rl.records import Call, Episode, EpisodeStatus
+from rl.renderers import Renderer
+from rl.rollout import sample_seed
+from rl.wires import ContextOverflow, Identity, Turn, new_name
+
+MOST_CALLS = 1000
+"""agents and auxiliary requests of a session"""
+MOST_NOTES = 100
+
+
+@dataclass
+class Asked:
+    """A request of a session, from its rendering to its record."""
+
+    name: str
+    call: int
+    node: int
+    """whose path is the prompt"""
+    request: Request
+    conversation: bytes
+    """names what was asked, up to its last message"""
+    key: bytes
+    """that a retry has too"""
+    tools: tuple[Tool, ...]
+    done: Future[Completion] = field(default_factory=Future)
+
+
+class Session:
+    """One root conversation and all that its agents ask: an episode.
+
+    Args:
+        episode: its record; the seed of all noise is in it.
+        params: of every request; what a client asks for is `limited` to them.
+        max_context: most tokens of a request with its answer.
+        client_sampling: whether temperature, top_p and the like are the client's where it sets them, not `params`'.
+        trainable: kinds of requests that are trained on.
+    """
+
+    def __init__(
+        self,
+        episode: Episode,
+        renderer: Renderer,
+        params: SamplingParams,
+        *,
+        max_context: int,
+        client_sampling: bool = False,
+        trainable: Sequence[CallKind] = ("turn",),
+    ) -> None:
+        self.graph = Graph(episode)
+        self.renderer, self.params, self.max_context = renderer, params, max_context
+        self.client_sampling, self.trainable = client_sampling, tuple(trainable)
+        self.notes: dict[str, None] = {}
+        """what clients asked for and did not get"""
+        self.asked = 0
+        self.breaks = 0
+        """requests of an agent that do not go on from its last answer, token for token"""
+        self._calls: dict[tuple[str, CallKind, bool], int] = {("main", "turn", True): 0}
+        self._histories = Histories(self.graph, renderer)
+        self._answers: dict[bytes, Asked] = {}
+        """by key: on their way, or there and nothing follows them"""
+        self._keys: dict[int, bytes] = {}
+        self._last: dict[int, int] = {}
+        """call -> what was sampled last in it"""
+        self._running: set[str] = set()
+        self._lock = threading.Lock()
+        self.used = time.monotonic()
+        self.changed = False
+        """since it was last written"""
+
+    @property
+    def running(self) -> int:
+        """Requests whose answers are on their way."""
+        return len(self._running)
+
+    def ask(self, turn: Turn, who: Identity) -> tuple[Asked, bool]:
+        """What the engine is to be given for a turn, and whether it is: not where the same request has brought it there before.
+
+        Raises:
+            ApiError: it does not fit the context, or there are too many agents.
+            ValueError: the renderer has no form for a message.
+        """
+        with self._lock:
+            self._note(*turn.notes)
+            params = self._sampling(turn)
+            prompt = self._histories.prompt(turn.messages, turn.tools)
+            wanted = canonical([who.agent, turn.kind, str(params)])
+            key = hashlib.sha256(prompt.digest + wanted.encode("utf-8", "surrogatepass")).digest()
+            if key in self._answers:
+                return self._answers[key], False
+            ids = prompt.ids
+            if len(ids) + 1 > self.max_context:
+                raise ContextOverflow(len(ids), self.max_context)
+            self.asked += 1
+            call = self._call(who, turn.kind, params.temperature > 0)
+            node = self.graph.extend(ids, messages=prompt.new, call=call)
+            path = self.graph.path(node)
+            self.breaks += self._last.get(call, path[0]) not in path
+            for followed in path:  # whoever got that answer has gone on
+                self._answers.pop(self._keys.pop(followed, b""), None)
+            name = new_name()
+            seed = sample_seed(self.graph.episode.seed, self.asked)
+            room = min(params.max_tokens, self.max_context - len(ids))
+            asked = Asked(
+                name,
+                call,
+                node,
+                Request(
+                    id=name,
+                    prompt_ids=tuple(ids),
+                    params=replace(params, seed=seed, max_tokens=room),
+                    routing=self.graph.routing(node),
+                ),
+                prompt.digest,
+                key,
+                turn.tools,
+            )
+            self._answers[key] = asked
+            self._running.add(name)
+            self.changed = True
+            return asked, True
+
+    def commit(self, asked: Asked, completion: Completion) -> Message:
+        """Records what was sampled, and returns it as a message."""
+        with self._lock:
+            message = self.renderer.parse(completion.ids.tolist(), f"call_{asked.name}", asked.tools)
+            for stop in asked.request.params.stop:  # the client is not shown it, and so does not send it back
+                message["content"] = message["content"].partition(stop)[0]
+            node = self._record(asked, completion, completion.finish_reason, message)
+            self.graph.supersede(node)
+            self._histories.said(asked.conversation, message, node, asked.name)
+            self._keys[node], self._last[asked.call] = asked.key, node
+            self._running.discard(asked.name)
+            self.changed = True
+        asked.done.set_result(completion)
+        return message
+
+    def abandon(self, asked: Asked, parts: Sequence[Tokens], why: str) -> None:
+        """Records what was sampled of an answer that nobody waits for any more; it is not trained on."""
+        with self._lock:
+            if self._answers.get(asked.key) is asked:
+                del self._answers[asked.key]
+            if parts:
+                whole = Tokens(
+                    **{
+                        name: np.concatenate([getattr(part, name) for part in parts])
+                        for name in ("ids", "logprobs", "logprobs_full", "versions", "top_ids", "top_logprobs")
+                    }
+                )
+                message = self.renderer.parse(whole.ids.tolist(), f"call_{asked.name}", asked.tools)
+                self.graph.mark(self._record(asked, whole, FinishReason.ABORT, message), "abandoned")
+            self._running.discard(asked.name)
+            self.changed = True
+        asked.done.set_exception(ApiError(f"the request that this one repeats has ended without an answer: {why}", status=503))
+
+    @contextmanager
+    def whole(self) -> Iterator[Graph]:
+        """The record as it is now, which nothing changes meanwhile; to be written."""
+        with self._lock:
+            self.changed = False
+            yield self.graph
+
+    def finish(self, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
+        with self._lock:
+            self.graph.finish(status, rewards=rewards, stop_reason=reason)
+
+    def counts(self) -> dict[str, Any]:
+        """What is recorded, in numbers."""
+        with self._lock:
+            nodes, branches = self.graph.nodes, self.graph.branches()
+            return {
+                "name": self.graph.episode.id,
+                "status": self.graph.episode.status,
+                "requests": self.asked,
+                "breaks": self.breaks,
+                "samples": len(branches),
+                "trained_tokens": round(sum(float(branch.weights.sum()) for branch in branches)),
+                "sampled_tokens": sum(sum(node.mask) for node in nodes),
+                "agents": [call.agent for call in self.graph.calls if call.role == "assistant"],
+                "auxiliary": [call.role for call in self.graph.calls if call.role != "assistant"],
+                "nodes": dict(Counter(node.status for node in nodes if node.kind == "sampled")),
+                "notes": list(self.notes),
+            }
+
+    def _record(self, asked: Asked, tokens: Tokens, reason: FinishReason, message: Message) -> int:
+        whole = tokens if isinstance(tokens, Completion) else None
+        return self.graph.add_completion(
+            asked.node,
+            request_id=asked.name,
+            prompt_ids=asked.request.prompt_ids,
+            ids=tokens.ids.tolist(),
+            logprobs=tokens.logprobs.tolist(),
+            logprobs_full=tokens.logprobs_full.tolist(),
+            versions=tokens.versions.tolist(),
+            temperature=asked.request.params.temperature,
+            finish_reason=reason.value,
+            message=message,
+            cached_tokens=whole.cached_tokens if whole else 0,
+            routing=whole.routing if whole else None,
+            routing_start=whole.routing_start if whole else 0,
+            call=asked.call,
+        )
+
+    def _sampling(self, turn: Turn) -> SamplingParams:
+        """The session's parameters with the client's limits: its stop strings, fewer tokens, and more if it may."""
+        wanted = dict(turn.sampling)
+        most = min(wanted.pop("max_tokens", None) or self.params.max_tokens, self.params.max_tokens)
+        stop = tuple(wanted.pop("stop", ()))
+        changes = {name: value for name, value in wanted.items() if self.client_sampling}
+        for name in sorted(wanted.keys() - changes.keys()):
+            if wanted[name] != getattr(self.params, name):
+                self._note(f"{name}: the run's own value was used")
+        stops = dict.fromkeys((*self.params.stop_ids, *self.renderer.stop_ids))
+        return replace(self.params, **changes, max_tokens=most, stop=(*self.params.stop, *stop), stop_ids=tuple(stops))
+
+    def _note(self, *notes: str) -> None:
+        for note in notes:
+            if len(self.notes) < MOST_NOTES:
+                self.notes[note] = None
+
+    def _call(self, who: Identity, kind: CallKind, sampled: bool) -> int:
+        """The call of an agent's requests of a kind; greedy ones are a call of their own, as they are never trained on."""
+        key = (who.agent, kind, sampled)
+        if key in self._calls:
+            return self._calls[key]
+        if len(self._calls) >= MOST_CALLS:
+            raise ApiError(f"the session has {MOST_CALLS} agents already; open another session", status=429)
+        own = kind == "turn" and sampled
+        parent_agent = who.agent if not own else "main" if who.parent in (None, who.agent) else who.parent
+        parent = self._call(Identity(agent=parent_agent), "turn", True)
+        above = self.graph.calls[parent]
+        asked = [node.id for node in self.graph.nodes if node.call == parent]
+        call = Call(
+            id=len(self.graph.calls),
+            parent=parent,
+            agent=who.agent,
+            role="assistant" if kind == "turn" else kind,
+            depth=above.depth + own,
+            position=len(self.graph.path_ids(asked[-1])) if asked else 0,
+            trainable=sampled and kind in self.trainable,
+        )
+        self.graph.calls.append(call)
+        self._calls[key] = call.id
+        return call.id
