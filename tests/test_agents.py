@@ -202,8 +202,8 @@ def test_a_history_handed_to_another_call_is_shared() -> None:
     critic = rollout.graph.calls[1]
     assert (critic.agent, critic.role, critic.trainable, critic.parent) == ("critic", "critic", False, 0)
     assert [node.parent for node in rollout.graph.nodes if node.kind == "tool"] == [1, 1]
-    first, second = rollout.graph.branches()
-    assert first.weights.sum() + second.weights.sum() == 8  # what the critic said is not trained on
+    [branch] = rollout.graph.branches()
+    assert branch.weights.sum() == branch.mask.sum() == 8  # what the critic said is not trained on
 
 
 def test_the_conversations_of_a_group_are_on_one_engine() -> None:
