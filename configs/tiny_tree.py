@@ -20,4 +20,5 @@ def get_config() -> ConfigDict:
             "weights": {"exact": 1.0, "right": 1.0, "digits": 0.5, "parts": 0.5},
         },
     }
+    config.advantages = {"calls": "own"}
     return config

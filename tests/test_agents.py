@@ -1,10 +1,11 @@
 """Agents on a scripted engine: append-only, compacting, recursive; limits, errors, time-outs; what is trained of them."""
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from rl.calculator import Calculator, calculate
 from rl.columns import write
 from rl.compacting import Compacting, Tally
 from rl.credit import AdvantageConfig, assign
+from rl.engines import Engines
 from rl.environments import Reward, Step, Task, finish, make_task
 from rl.episodes import Episodes
 from rl.messages import Message, ToolCall
 from rl.recursive import Halves
 from rl.rollout import Rollout, recorded
+from rl.run import make_steps
 from tests.scripted import END, RENDERER, TOKENIZER, Scripted
 
 Script = Callable[[str, str], str]
@@ -200,7 +203,24 @@ def test_a_history_handed_to_another_call_is_shared() -> None:
     assert (critic.agent, critic.role, critic.trainable, critic.parent) == ("critic", "critic", False, 0)
     assert [node.parent for node in rollout.graph.nodes if node.kind == "tool"] == [1, 1]
     [branch] = rollout.graph.branches()
-    assert branch.weights.sum() == 8  # what the critic said is not trained on
+    assert branch.weights.sum() == branch.mask.sum() == 8  # what the critic said is not trained on
+
+
+def test_the_conversations_of_a_group_are_on_one_engine() -> None:
+    def request(name: str) -> Request:
+        return Request(id=name, prompt_ids=(1, 2), params=SamplingParams(max_tokens=1))
+
+    engines = [engine_of(lambda call, prompt: "yes") for _ in range(2)]
+    both = Engines(engines)
+    for name in ("l/e/1/0#0", "l/e/1/0#a/b:1", "l/e/1/1#main.0:0", "l/e/2/0#0"):
+        both.submit(request(name))
+    assert [len(engine.requests) for engine in engines] == [3, 1]
+
+
+def test_agents_do_not_run_in_workers() -> None:
+    config: Any = SimpleNamespace(orchestrator=SimpleNamespace(workers=2))
+    with pytest.raises(ValueError, match="orchestrator.workers: 'halves' has agents, which run in this process; set it to 0"):
+        make_steps(config, Halves())
 
 
 # ---- limits, errors, time
@@ -468,7 +488,7 @@ def test_each_sampled_token_is_trained_once(seed: int, calls: Any) -> None:
     assert {rollout.graph.episode.status for rollout in rollouts} == {"completed"}
     config = AdvantageConfig(std="none", calls=calls, call_discount=0.5 if calls == "passed" else 1.0)
     samples, _ = assign(rollouts, config, longest=10**6, temperature=0.7, policy=Nobody())
-    trained: Counter[float] = Counter()
+    trained: defaultdict[float, float] = defaultdict(float)
     for sample in samples:
         for at in sample.trained:
             trained[float(sample.logprobs[at])] += float(sample.weights[at])
