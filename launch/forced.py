@@ -36,7 +36,9 @@ class Forced(AsyncEngine):
         for number, token in enumerate(answer[: request.params.max_tokens]):
             ids = (*request.prompt_ids, *answer[:number])
             params = replace(request.params, allowed_ids=(token,), max_tokens=1, stop=())
-            async with aclosing(super().stream(replace(request, id=f"{request.id}.{number}", prompt_ids=ids, params=params))) as parts:
+            async with aclosing(
+                super().stream(replace(request, id=f"{request.id}.{number}", prompt_ids=ids, params=params))
+            ) as parts:
                 async for part in parts:
                     if isinstance(part, Completion):
                         said.append(part)

@@ -65,7 +65,9 @@ def gateway(arguments: argparse.Namespace) -> dict[str, Any]:
 # ---- what it costs
 
 
-def overhead(engine: Engine, bare: Engine, renderer: Renderer, params: SamplingParams, sizes: dict[str, int]) -> dict[str, float]:
+def overhead(
+    engine: Engine, bare: Engine, renderer: Renderer, params: SamplingParams, sizes: dict[str, int]
+) -> dict[str, float]:
     rng, front, alone = random.Random(0), Forced(engine, keep=True), AsyncEngine(bare)
     added: list[float] = []
     first: list[float] = []
@@ -124,7 +126,10 @@ def crowd(engine: Engine, bare: Engine, renderer: Renderer, params: SamplingPara
         "requests": len(requests),
         "requests_per_s": len(requests) / seconds,
         "bare_requests_per_s": len(requests) / bare_seconds,
-        "foreign": sum(foreign(renderer, session, number, said) for number, (session, said) in enumerate(zip(sessions, answers, strict=True))),
+        "foreign": sum(
+            foreign(renderer, session, number, said)
+            for number, (session, said) in enumerate(zip(sessions, answers, strict=True))
+        ),
         "strangers": sum(strangers(session, said) for session, said in zip(sessions, answers, strict=True)),
         "unlike": sum(unlike(session, completions) for session in sessions),
         "breaks": sum(session.breaks for session in sessions),
@@ -228,7 +233,9 @@ def reserialised(script: Script) -> tuple[int, int]:
         return message
 
     client = script.client(echo=again)
-    for turn, arguments in enumerate(('{"path":  "a", "limit": 1.0}', '{"x": false}', '{ "path": "\\u00e9", "limit": [1, {}] }')):
+    for turn, arguments in enumerate(
+        ('{"path":  "a", "limit": 1.0}', '{"x": false}', '{ "path": "\\u00e9", "limit": [1, {}] }')
+    ):
         script.call(client, arguments, asked(turn))
     return 0, 1
 

@@ -91,6 +91,7 @@ class Session:
         """call -> what was sampled last in it"""
         self._running: set[str] = set()
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self.used = time.monotonic()
         self.changed = False
         """since it was last written"""
@@ -182,10 +183,16 @@ class Session:
 
     @contextmanager
     def whole(self) -> Iterator[Graph]:
-        """The record as it is now, which nothing changes meanwhile; to be written."""
-        with self._lock:
-            self.changed = False
-            yield self.graph
+        """The record as it is now, to be written; who comes later, has a later one and waits. The session goes on meanwhile."""
+        with self._writing:
+            with self._lock:
+                self.changed = False
+                graph = self.graph.snapshot()
+            try:
+                yield graph
+            except BaseException:
+                self.changed = True
+                raise
 
     def finish(self, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
         with self._lock:
