@@ -5,10 +5,11 @@ when it is finished, and when the gateway ends. One that nobody has used for lon
 let go; if its name comes again, that is another episode, NAME~2.
 """
 
-import hmac
+import hashlib
 import json
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ class Sessions:
         self.client_sampling, self.seed = client_sampling, seed
         self._sessions: dict[str, Session] = {}
         self._keys: dict[bytes, str] = {}
+        """digest of a key -> session: the time that it takes to look one up tells nothing about a key"""
         self._finished: set[str] = set()
         self._lock = threading.RLock()
         self._closing = threading.Event()
@@ -72,8 +74,7 @@ class Sessions:
     def owner(self, key: bytes) -> str | None:
         """The session that a key opens."""
         with self._lock:
-            found = [name for known, name in self._keys.items() if hmac.compare_digest(known, key)]
-        return found[0] if found else None
+            return self._keys.get(_digest(key))
 
     def of(self, path_name: str | None, key: bytes, who: Identity) -> Session:
         """The session that a request belongs to; a new one where there is none of that name.
@@ -113,7 +114,7 @@ class Sessions:
                 raise ApiError(f"name: there is a session {name!r} already; choose another", status=409, param="name")
             self._make(name, fields)
             key = f"tx-{secrets.token_urlsafe(24)}"
-            self._keys[key.encode()] = name
+            self._keys[_digest(key.encode())] = name
             return name, key
 
     def finish(
@@ -176,17 +177,27 @@ class Sessions:
 
     def _write_often(self) -> None:
         while not self._closing.wait(FLUSH_SECONDS):
-            self.flush()
-            before = time.monotonic() - self.idle_s
-            with self._lock:
-                idle = [name for name, session in self._sessions.items() if session.used < before and not session.running]
-                for name in idle:
-                    self._let_go(name)
+            try:
+                self.flush()
+                self._let_go_idle()
+            except OSError as error:
+                print(f"warning: records were not written, and will be tried again: {error}", file=sys.stderr)
+
+    def _let_go_idle(self) -> None:
+        before = time.monotonic() - self.idle_s
+        with self._lock:
+            idle = [name for name, session in self._sessions.items() if session.used < before and not session.running]
+            for name in idle:
+                self._let_go(name)
 
     def _write(self, session: Session) -> None:
         if self.folder is not None:
             with session.whole() as graph:
                 write(self._file(graph.episode.id), [graph])
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def open_body(raw: bytes) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Session:
         """what clients asked for and did not get"""
         self.asked = 0
         self.breaks = 0
-        """requests of an agent that do not go on from its last answer, token for token"""
+        """histories of an agent that do not go on from its last answer, token for token"""
         self._calls: dict[tuple[str, CallKind, bool], int] = {("main", "turn", True): 0}
         self._histories = Histories(self.graph, renderer)
         self._answers: dict[bytes, Asked] = {}
@@ -89,8 +89,11 @@ class Session:
         self._keys: dict[int, bytes] = {}
         self._last: dict[int, int] = {}
         """call -> what was sampled last in it"""
+        self._prompts: set[tuple[int, int]] = set()
+        """(call, node) that were asked for: again, they are no break"""
         self._running: set[str] = set()
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self.used = time.monotonic()
         self.changed = False
         """since it was last written"""
@@ -110,7 +113,8 @@ class Session:
         with self._lock:
             self._note(*turn.notes)
             params = self._sampling(turn)
-            prompt = self._histories.prompt(turn.messages, turn.tools)
+            own = self._calls.get((who.agent, turn.kind, params.temperature > 0))
+            prompt = self._histories.prompt(turn.messages, turn.tools, own)
             wanted = canonical([who.agent, turn.kind, str(params)])
             key = hashlib.sha256(prompt.digest + wanted.encode("utf-8", "surrogatepass")).digest()
             if key in self._answers:
@@ -122,7 +126,9 @@ class Session:
             call = self._call(who, turn.kind, params.temperature > 0)
             node = self.graph.extend(ids, messages=prompt.new, call=call)
             path = self.graph.path(node)
-            self.breaks += self._last.get(call, path[0]) not in path
+            known = turn.kind != "turn" or (call, node) in self._prompts
+            self.breaks += not known and self._last.get(call, path[0]) not in path
+            self._prompts.add((call, node))
             for followed in path:  # whoever got that answer has gone on
                 self._answers.pop(self._keys.pop(followed, b""), None)
             name = new_name()
@@ -182,10 +188,16 @@ class Session:
 
     @contextmanager
     def whole(self) -> Iterator[Graph]:
-        """The record as it is now, which nothing changes meanwhile; to be written."""
-        with self._lock:
-            self.changed = False
-            yield self.graph
+        """The record as it is now, to be written; who comes later, has a later one and waits. The session goes on meanwhile."""
+        with self._writing:
+            with self._lock:
+                self.changed = False
+                graph = self.graph.snapshot()
+            try:
+                yield graph
+            except BaseException:
+                self.changed = True
+                raise
 
     def finish(self, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
         with self._lock:
