@@ -1,6 +1,7 @@
 """Agents on a scripted engine: append-only, compacting, recursive; limits, errors, time-outs; what is trained of them."""
 
 import random
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
+from rl import agents, environments
 from rl.agents import Agent, Ask, ContextOverflow, TurnsOver, parallel, use
 from rl.calculator import Calculator, calculate
 from rl.columns import write
@@ -26,6 +28,7 @@ from rl.messages import Message, ToolCall
 from rl.recursive import Halves
 from rl.rollout import Rollout, recorded
 from rl.run import make_steps
+from tests.runs import REPO
 from tests.scripted import END, RENDERER, TOKENIZER, Scripted
 
 Script = Callable[[str, str], str]
@@ -84,6 +87,16 @@ def test_an_append_only_agent_is_one_branch() -> None:
     assert branch.mask.sum() == branch.weights.sum() == rollout.sampled_tokens
     assert [node.kind for node in rollout.graph.nodes] == ["prompt", "sampled", "tool", "sampled"]
     assert rollout.turns == 2 and len(rollout.graph.calls) == 1
+
+
+@pytest.mark.parametrize(("file", "name", "reward"), [("agents.py", "Twice", 1.0), ("README.md", "Checked", 1.0)])
+def test_the_examples_run(file: str, name: str, reward: float) -> None:
+    text = (REPO / "rl" / file).read_text().partition(f"    class {name}:")
+    block = f"    class {name}:" + text[2].partition("\n\n\n")[0].split("\n\nAn agent yields")[0].split("\n\n- An ask")[0]
+    made: dict[str, Any] = {**vars(agents), **vars(environments)}
+    exec(textwrap.dedent(block), made)
+    [rollout] = play(engine_of(lambda call, prompt: "7"), made[name]())
+    assert ended(rollout) == ("completed", "stop", reward) and rollout.turns == 2
 
 
 def test_several_asks_are_sampled_together_and_fork() -> None:
