@@ -26,6 +26,7 @@ from rl.environments import Reward, Step, Task, finish, make_task
 from rl.episodes import Episodes
 from rl.messages import Message, ToolCall
 from rl.recursive import Halves
+from rl.renderers import RENDERERS, Renderer
 from rl.rollout import Rollout, recorded
 from rl.run import make_steps
 from tests.runs import REPO
@@ -61,8 +62,10 @@ class Playing:
         return make_task(self.name, key, [user(f"task {key}")])
 
 
-def play(engine: Any, environment: Any, *, tasks: int = 1, samples: int = 1, **options: Any) -> list[Rollout]:
-    running = Episodes(engine, environment.run, RENDERER, **{"seed": 3, "max_turns": 30, "max_context": 2000, **options})
+def play(
+    engine: Any, environment: Any, *, tasks: int = 1, samples: int = 1, renderer: Renderer = RENDERER, **options: Any
+) -> list[Rollout]:
+    running = Episodes(engine, environment.run, renderer, **{"seed": 3, "max_turns": 30, "max_context": 2000, **options})
     params = SamplingParams(max_tokens=20, temperature=0.7)
     tasks_ = [environment.task(key) for key in range(tasks)]
     return running.finish(running.start(tasks_, samples=samples, params=params, label="train-1", trainable=True))
@@ -87,6 +90,25 @@ def test_an_append_only_agent_is_one_branch() -> None:
     assert branch.mask.sum() == branch.weights.sum() == rollout.sampled_tokens
     assert [node.kind for node in rollout.graph.nodes] == ["prompt", "sampled", "tool", "sampled"]
     assert rollout.turns == 2 and len(rollout.graph.calls) == 1
+
+
+def test_a_renderers_own_form_of_a_call() -> None:
+    """A call and a broken one, in one branch: nothing of a sampled call is written again."""
+    renderer = RENDERERS["qwen3"](TOKENIZER)
+    turns = iter(['{"name": "calculator", "arguments": {"expression": "4+5"}}', '{"name": "abacus", "arguments": {}}', None])
+
+    def answers(request: Request) -> tuple[list[int], FinishReason]:
+        turn = next(turns)
+        text = "9" if turn is None else f"<tool_call>\n{turn}\n</tool_call>"
+        return [*TOKENIZER.encode(text, allow_special=True), renderer.stop_ids[0]], FinishReason.STOP
+
+    [rollout] = play(Scripted(answers), Calculator(9), renderer=renderer)
+    called = [message["tool_calls"][0] for message in rollout.messages if "tool_calls" in message]
+    results = [message for message in rollout.messages if message["role"] == "tool"]
+    assert [result["content"] for result in results] == ["9", "error: there is no tool 'abacus'; there is calculator"]
+    assert [call["id"] for call in called] == [result.get("tool_call_id") for result in results]
+    [branch] = rollout.graph.branches()
+    assert branch.mask.sum() == rollout.sampled_tokens and rollout.turns == 3
 
 
 @pytest.mark.parametrize(("file", "name", "reward"), [("agents.py", "Twice", 1.0), ("README.md", "Checked", 1.0)])
