@@ -242,7 +242,8 @@ def begin(live: Live, path: str, body: Any) -> socket.socket:
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_client_that_leaves(engine: Engine, wire: str, stream: bool) -> None:
     with gateway(engine, LONG) as (live, client):
-        with begin(live, f"/s/gone{WIRES[wire].path}", {**FIRST[wire], "stream": stream}) as connection:
+        body = {**FIRST[wire], "stream": stream} | ({"max_tokens": 1500} if wire == "messages" else {})
+        with begin(live, f"/s/gone{WIRES[wire].path}", body) as connection:
             until(lambda: "gone" in live.sessions._sessions and live.sessions.named("gone").running)
             session = live.sessions.named("gone")
             if stream:
