@@ -4,9 +4,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
@@ -24,14 +23,15 @@ class Program:
     Args:
         name: "codex", "claude" or "pi:WIRE".
         url: of the gateway, path prefix included.
+        settings: lines more for Codex's file.
+        options: of Claude Code. With --bare it says little of its own.
     """
 
     name: str
     home: Path
     url: str
     settings: Sequence[str] = ()
-    """lines more for Codex's file"""
-    variables: dict[str, str] = field(default_factory=dict)
+    options: Sequence[str] = ("--bare",)
 
     def __post_init__(self) -> None:
         self.work = self.home / "work"
@@ -77,7 +77,7 @@ class Program:
             return [str(BIN / "codex"), "exec", "--json", "--skip-git-repo-check", *again, prompt]
         if self.name == "claude":
             again = ["-c"] if resume else []
-            plain = ["--bare", "--model", "tiny", "--dangerously-skip-permissions", "--output-format", "json"]
+            plain = [*self.options, "--model", "tiny", "--dangerously-skip-permissions", "--output-format", "json"]
             return [str(BIN / "claude"), "-p", *again, *plain, prompt]
         again = ["--continue"] if resume else []
         return [str(BIN / "pi"), "-p", *again, "--provider", self.name.replace(":", "-"), "--model", "tiny", prompt]
@@ -135,8 +135,3 @@ def end(process: "subprocess.Popen[str]") -> None:
     except ProcessLookupError:
         return
     process.communicate()
-
-
-if __name__ == "__main__":  # by hand: NAME URL HOME PROMPT [--resume]
-    name, url, home, prompt = sys.argv[1:5]
-    print(Program(name, Path(home), url).run(prompt))
