@@ -47,13 +47,7 @@ class Program:
         return subprocess.Popen(
             self._command(prompt, resume),
             cwd=self.work,
-            env={
-                "PATH": os.environ["PATH"],
-                "HOME": str(self.home),
-                "LANG": "C.UTF-8",
-                **self._environment(),
-                **self.variables,
-            },
+            env={"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", **self._environment()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
