@@ -27,7 +27,7 @@ MAIN = "main"
 METADATA = "x-codex-turn-metadata"
 
 SYSTEM_MARKS: tuple[tuple[str, CallKind], ...] = (
-    ("context summarization assistant", "compaction"),  # Pi, opencode
+    ("You are a context summarization", "compaction"),  # Pi, opencode
     ("tasked with summarizing conversations", "compaction"),  # opencode before, Claude Code's background sessions
     ("that summarizes internal chat history", "compaction"),  # Qwen Code
     ("title generator", "title"),  # opencode
@@ -38,7 +38,7 @@ USER_MARKS: tuple[tuple[str, CallKind], ...] = (
     ("You are performing a CONTEXT CHECKPOINT COMPACTION", "compaction"),  # Codex
     ("You are maintaining a context-aware state summary", "compaction"),  # OpenHands
 )
-"""what the last message says, if it is a user's"""
+"""what the last message says that is no system's, if it is a user's"""
 
 
 def identity(headers: Mapping[str, str], body: Any = None) -> Identity:
@@ -82,11 +82,11 @@ def kind_of_call(headers: Mapping[str, str], body: Any, messages: Sequence[Messa
     kind = metadata.get("request_kind")
     if kind == "compaction" or ("compaction" in metadata and kind is None):
         return "compaction"
-    last = messages[-1]
-    if last["role"] == "user":
-        for mark, call_kind in USER_MARKS:
-            if mark in last["content"]:
-                return call_kind
+    # Claude Code puts system messages behind it
+    last = next((message for message in reversed(messages) if message["role"] != "system"), None)
+    for mark, call_kind in USER_MARKS:
+        if last is not None and last["role"] == "user" and mark in last["content"]:
+            return call_kind
     system = "\n".join(message["content"] for message in messages if message["role"] == "system")
     for mark, call_kind in () if tools else SYSTEM_MARKS:
         if mark in system:

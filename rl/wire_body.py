@@ -18,6 +18,7 @@ MAX_DEPTH = 64
 MAX_INT = 2**31 - 1
 HALF = re.compile("[\ud800-\udfff]")
 """half of a surrogate pair: JSON may escape one, UTF-8 has none"""
+SEVERAL = "the model may make several calls in one turn; ignored"
 BROKEN = "has half of a surrogate pair, which is no text; cut strings between characters"
 
 
@@ -229,9 +230,6 @@ def may_call(body: Field, notes: list[str]) -> bool:
         note(notes, f"parallel_tool_calls: {SEVERAL}")
     wanted = body["tool_choice"]
     return choice(wanted, wanted["type"].text() if isinstance(wanted.value, dict) else wanted.text("auto"))
-
-
-SEVERAL = "the model may make several calls in one turn; ignored"
 
 
 def arguments(field: Field) -> str:

@@ -1,17 +1,18 @@
-"""Anthropic's Messages, as agent programs speak it. `WIRE` is the dialect (rl/wires.py).
+"""Anthropic's Messages, as agent programs speak it. `WIRE` is the dialect (rl/wires.py); its writer is in wire_blocks.py.
 
-A user's message that has results of tools and text is several messages here, in the order of its blocks.
+A user's message that has results of tools and text is several messages here, in the order of its blocks. Tools that are
+deferred until the model has searched for them are not offered at the start; the result that refers to one has its definition.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from inference.errors import ApiError
 from rl.identity import identity, kind_of_call
 from rl.messages import Message, Tool, ToolCall
+from rl.wire_blocks import MessageWriter, error_body
 from rl.wire_body import (
     SEVERAL,
     Field,
@@ -29,7 +30,7 @@ from rl.wire_body import (
     with_names,
 )
 from rl.wire_sampling import SAMPLING, sampling
-from rl.wires import Block, BlockWriter, ContextOverflow, Event, Json, Turn, Usage
+from rl.wires import Json, Turn
 
 BODY = SAMPLING | {
     *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"),
@@ -43,16 +44,6 @@ BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 TEXT = {"text": "text"}
 USER_BLOCKS = ("text", "tool_result")
 ASSISTANT_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")
-ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
 
 
 class Messages:
@@ -63,8 +54,8 @@ class Messages:
         body, notes = load(raw), []
         note_unknown(body, BODY, notes)
         _refuse(body, notes)
-        messages = with_names(_messages(body, notes))
-        tools = _tools(body, notes)
+        tools, deferred = _tools(body, notes)
+        messages = with_names(_messages(body, deferred, notes))
         return Turn(
             model=body["model"].text(),
             messages=messages,
@@ -80,15 +71,11 @@ class Messages:
         """Of a body for /v1/messages/count_tokens, whose answer is `{"input_tokens": n}`."""
         return replace(self.parse(raw, headers), kind="count", stream=False)
 
-    def writer(self, turn: Turn, name: str, created: int) -> "MessageWriter":
+    def writer(self, turn: Turn, name: str, created: int) -> MessageWriter:
         return MessageWriter(turn, name)
 
     def error(self, error: ApiError) -> Json:
-        kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        message = error.message
-        if isinstance(error, ContextOverflow):
-            message = f"prompt is too long: {error.prompt_tokens} tokens > {error.most} maximum"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return error_body(error)
 
 
 WIRE = Messages()
@@ -110,21 +97,27 @@ def _refuse(body: Field, notes: list[str]) -> None:
             note(notes, f"{edit.where}: the history is read as it was sent; {edit['type'].text()[:40]!r} is ignored")
 
 
-def _tools(body: Field, notes: list[str]) -> tuple[Tool, ...]:
+def _tools(body: Field, notes: list[str]) -> tuple[tuple[Tool, ...], dict[str, Tool]]:
+    """Tools that are offered at the start, and deferred ones by name."""
     tools: list[tuple[Field, Tool]] = []
+    later: set[str] = set()
     for item in body["tools"].items():
-        if item["type"].text("custom") in ("custom", "function"):
-            tools.append((item, function(item, "input_schema", notes)))
-        else:
+        if item["type"].text("custom") not in ("custom", "function"):
             hosted(item, notes)
+            continue
+        tools.append((item, function(item, "input_schema", notes)))
+        if item["defer_loading"].flag():
+            later.add(tools[-1][1]["name"])
     found = unique(tools)
+    deferred = {tool["name"]: tool for tool in found if tool["name"] in later}
     wanted = body["tool_choice"]
     if wanted and wanted["disable_parallel_tool_use"].flag():
         note(notes, f"tool_choice.disable_parallel_tool_use: {SEVERAL}")
-    return found if choice(wanted, wanted["type"].text() if wanted else "auto") else ()
+    offered = choice(wanted, wanted["type"].text() if wanted else "auto")
+    return tuple(tool for tool in found if offered and tool["name"] not in later), deferred
 
 
-def _messages(body: Field, notes: list[str]) -> list[Message]:
+def _messages(body: Field, deferred: Mapping[str, Tool], notes: list[str]) -> list[Message]:
     system = _system(body["system"])
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     given = list(body["messages"].items())
@@ -136,7 +129,7 @@ def _messages(body: Field, notes: list[str]) -> list[Message]:
         if role == "assistant":
             messages.append(_assistant(item["content"]))
         elif role == "user":
-            messages += _user(item["content"])
+            messages += _user(item["content"], deferred)
         elif role == "system":
             messages.append({"role": "system", "content": _system(item["content"])})
         else:
@@ -152,7 +145,7 @@ def _system(content: Field) -> str:
     return "\n".join(text for block in blocks if (text := BILLING.sub("", block)) or not block)
 
 
-def _user(content: Field) -> list[Message]:
+def _user(content: Field, deferred: Mapping[str, Tool]) -> list[Message]:
     if not isinstance(content.value, list):
         return [{"role": "user", "content": content.text()}]
     messages: list[Message] = []
@@ -160,7 +153,7 @@ def _user(content: Field) -> list[Message]:
     for block in content.items():
         kind = kind_of(block, USER_BLOCKS, "only text can be read")
         if kind == "tool_result":
-            result = parts(block["content"], TEXT)
+            result = _result(block["content"], deferred)
             messages.append({"role": "tool", "content": result, "tool_call_id": block["tool_use_id"].text()})
         elif before == "text":
             messages[-1]["content"] += "\n" + block["text"].text()
@@ -168,6 +161,21 @@ def _user(content: Field) -> list[Message]:
             messages.append({"role": "user", "content": block["text"].text()})
         before = kind
     return messages or [{"role": "user", "content": ""}]
+
+
+def _result(content: Field, deferred: Mapping[str, Tool]) -> str:
+    """What a tool has returned; references to deferred tools as what they refer to."""
+    if not isinstance(content.value, list):
+        return content.text("")
+    texts: list[str] = []
+    for part in content.items():
+        kind = kind_of(part, ("text", "tool_reference"), "only text can be read")
+        if kind == "text":
+            texts.append(part["text"].text())
+            continue
+        name = part["tool_name"].text()
+        texts.append(json.dumps(deferred[name], ensure_ascii=False) if name in deferred else name)
+    return "\n".join(texts)
 
 
 def _assistant(content: Field) -> Message:
@@ -193,96 +201,3 @@ def _input(given: Field) -> str:
     if unread and isinstance(unread.value, dict) and unread["raw"]:
         return unread["raw"].text()
     return given.json() if given else "{}"
-
-
-class MessageWriter(BlockWriter):
-    """Thinking is signed with the record's name, which clients send back."""
-
-    def __init__(self, turn: Turn, name: str) -> None:
-        super().__init__()
-        self._turn, self._name = turn, name
-        self._reason: str | None = None
-        self._stop: str | None = None
-        self._usage = Usage(prompt=0)
-
-    def begin(self, usage: Usage) -> list[Event]:
-        self._usage = usage
-        return [self._event("message_start", message=self.whole() | {"content": []})]
-
-    def end(self, cut: bool, usage: Usage, stop: str | None = None) -> list[Event]:
-        self._usage = usage
-        if cut:
-            self._reason = "max_tokens"
-        elif self.calls:
-            self._reason = "tool_use"
-        else:
-            self._reason, self._stop = "end_turn" if stop is None else "stop_sequence", stop
-        delta = {"stop_reason": self._reason, "stop_sequence": self._stop}
-        ends = [self._event("message_delta", delta=delta, usage=_counts(usage)), self._event("message_stop")]
-        return [*self.close_last(), *ends]
-
-    def whole(self) -> Json:
-        return {
-            "id": f"msg_{self._name}",
-            "type": "message",
-            "role": "assistant",
-            "model": self._turn.model,
-            "content": [self._content(block, written=True) for block in self.blocks],
-            "stop_reason": self._reason,
-            "stop_sequence": self._stop,
-            "usage": _counts(self._usage),
-        }
-
-    def fail(self, error: ApiError) -> list[Event]:
-        return [("error", WIRE.error(error))]
-
-    def open(self, block: Block) -> list[Event]:
-        content = self._content(block, written=False)
-        return [self._event("content_block_start", index=block.index, content_block=content)]
-
-    def grow(self, block: Block, text: str) -> list[Event]:
-        if block.kind == "call":
-            return [self._delta(block, "input_json_delta", partial_json=text)]
-        return [self._delta(block, f"{block.kind}_delta", **{block.kind: text})]
-
-    def close(self, block: Block) -> list[Event]:
-        signed = [self._delta(block, "signature_delta", signature=self._name)] if block.kind == "thinking" else []
-        return [*signed, self._event("content_block_stop", index=block.index)]
-
-    def _content(self, block: Block, written: bool) -> Json:
-        """A block as it is, or as it starts."""
-        text = block.text if written else ""
-        if block.kind == "text":
-            return {"type": "text", "text": text}
-        if block.kind == "thinking":
-            return {"type": "thinking", "thinking": text, "signature": self._name if written else ""}
-        called = {"id": f"toolu_{self._name}_{block.nth}", "name": block.name}
-        return {"type": "tool_use", **called, "input": _object(text) if written else {}}
-
-    def _delta(self, block: Block, kind: str, **data: str) -> Event:
-        return self._event("content_block_delta", index=block.index, delta={"type": kind, **data})
-
-    @staticmethod
-    def _event(kind: str, **data: Any) -> Event:
-        return kind, {"type": kind, **data}
-
-
-def _object(arguments: str) -> Json:
-    """A call's arguments. A number that JSON has no value for is null, as JavaScript writes it."""
-    value = json.loads(arguments, parse_constant=lambda _: None, parse_float=_finite)
-    assert isinstance(value, dict), "a call's arguments are an object: others stay text"
-    return value
-
-
-def _finite(text: str) -> float | None:
-    value = float(text)
-    return value if abs(value) != float("inf") else None
-
-
-def _counts(usage: Usage) -> Json:
-    return {
-        "input_tokens": usage.prompt - usage.cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached,
-        "output_tokens": usage.sampled,
-    }

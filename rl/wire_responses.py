@@ -62,7 +62,7 @@ class Responses:
         note_unknown(body, BODY, notes)
         _refuse(body)
         note_effort(body["reasoning"]["effort"] if body["reasoning"] else Field(None), notes)
-        include = [item.text() for item in body["include"].items()]
+        encrypted = "reasoning.encrypted_content" in [item.text() for item in body["include"].items()]
         messages = _messages(body, notes)
         tools, namespaces = _tools(body, notes)
         return ResponsesTurn(
@@ -75,8 +75,9 @@ class Responses:
             notes=tuple(notes),
             identity=identity(headers, body.value),
             namespaces=namespaces,
-            encrypted="reasoning.encrypted_content" in include,
-            summaries=bool(body["reasoning"]) and body["reasoning"]["summary"].text("none") != "none",
+            encrypted=encrypted,
+            # opencode asks for no summary, but of what is encrypted it sends back nothing else
+            summaries=encrypted or (bool(body["reasoning"]) and body["reasoning"]["summary"].text("none") != "none"),
         )
 
     def writer(self, turn: Turn, name: str, created: int) -> ItemWriter:

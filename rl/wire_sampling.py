@@ -32,9 +32,10 @@ def sampling(body: Field, most: Iterable[str], stop: str) -> dict[str, Any]:
     bound = next((body[name] for name in most if body[name]), None)
     if bound is not None:
         given["max_tokens"] = bound.integer(1)
-    for name, ours in (("stop_token_ids", "stop_ids"), ("allowed_token_ids", "allowed_ids")):
-        if body[name]:
-            given[ours] = tuple(item.integer() for item in body[name].items())
+    if body["allowed_token_ids"]:
+        given["allowed_ids"] = tuple(item.integer() for item in body["allowed_token_ids"].items())
+    if body["stop_token_ids"].value:
+        raise body["stop_token_ids"].error(f"the chat format's own tokens end a turn; use {stop}, which takes strings")
     if body["logit_bias"]:
         given["logit_bias"] = tuple(_biases(body["logit_bias"]))
     if strings := tuple(_stops(body[stop])):

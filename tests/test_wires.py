@@ -85,6 +85,13 @@ def test_why_it_ends(pieces: list[Piece], cut: bool, chat: str, responses: str, 
     assert answer("messages", pieces, cut)[1]["stop_reason"] == messages
 
 
+def test_a_stop_string_of_the_client_is_named() -> None:
+    writer = MESSAGES.writer(read("messages", FIRST["messages"]), NAME, created=1)
+    writer.begin(USAGE)
+    writer.end(False, USAGE, stop="END")
+    assert (writer.whole()["stop_reason"], writer.whole()["stop_sequence"]) == ("stop_sequence", "END")
+
+
 def test_counts_are_true() -> None:
     assert answer("chat", [])[1]["usage"] == {
         "prompt_tokens": 7,
@@ -247,6 +254,17 @@ def test_results_and_texts_keep_their_order() -> None:
     ]
 
 
+def test_deferred_tools_are_where_they_were_found() -> None:
+    """The tools at the start stay the same when one is found, so that the history goes on."""
+    late = {**FORMS["messages"], "name": "late", "defer_loading": True}
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("late", "gone")]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": found}]}
+    turn = read("messages", {**FIRST["messages"], "messages": [result], "tools": [late, FORMS["messages"]]})
+    assert [tool["name"] for tool in turn.tools] == ["look"]
+    first, second = turn.messages[0]["content"].split("\n")
+    assert (json.loads(first), second) == ({"name": "late", "description": "d", "parameters": SCHEMA}, "gone")
+
+
 # ---- who asks, and what for
 
 
@@ -317,6 +335,9 @@ def test_what_for(system: str, user: str, tools: bool, kind: str) -> None:
         else:
             body["messages" if wire == "chat" else "input"] = [{"role": "system", "content": system}, told]
         assert read(wire, body).kind == kind
+        if wire == "messages":
+            body["messages"].append({"role": "system", "content": "a reminder"})
+            assert read(wire, body).kind == kind
     assert MESSAGES.parse_count(json.dumps(FIRST["messages"]).encode(), {}).kind == "count"
 
 
@@ -338,6 +359,8 @@ def test_what_for(system: str, user: str, tools: bool, kind: str) -> None:
         ("chat", {"max_tokens": 0}, r"max_tokens: must be a whole number in \[1, 2147483647\], got a number"),
         ("chat", {"temperature": "hot"}, "temperature: must be a number"),
         ("chat", {"stop": [""]}, "stop: takes at most 16 strings of 1 to 256 characters"),
+        ("chat", {"stop_token_ids": [7]}, "stop_token_ids: the chat format's own tokens end a turn; use stop"),
+        ("messages", {"stop_token_ids": [7]}, "stop_token_ids: the chat format's own tokens end a turn; use stop_sequences"),
         ("chat", {"logit_bias": {"a": 1}}, "logit_bias: its keys are token ids"),
         ("chat", {"messages": [{"role": "robot"}]}, "messages.0.role: 'robot' is unknown; use one of system"),
         (

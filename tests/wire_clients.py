@@ -140,10 +140,13 @@ def _chat_rewritten(message: Json) -> Json:
 
 
 def _items_rewritten(items: list[Json]) -> list[Json]:
-    """Without ids of items, as opencode has them, with compact arguments and content as a string."""
+    """Without ids of items and with reasoning in its summary only, as opencode has them; compact arguments, content
+    as a string."""
     items = json.loads(json.dumps(items))
     for item in items:
         del item["id"], item["status"]
+        if item["type"] == "reasoning":
+            del item["content"]
         if item["type"] == "message":
             item["content"] = item["content"][0]["text"]
             del item["type"]
