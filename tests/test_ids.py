@@ -96,7 +96,7 @@ def test_what_is_refused(live: Live, body: dict[str, Any], status: int, param: s
 @pytest.mark.skipif(not TRAINERS.exists(), reason="`make clients` installs it")
 def test_the_client_of_renderers(live: Live) -> None:
     ran = subprocess.run(
-        [str(TRAINERS), str(REPO / "tests/ids_client.py"), live.url, "tiny"],
+        [str(TRAINERS), str(REPO / "tests/clients/ids_client.py"), live.url, "tiny"],
         env={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
         capture_output=True,
         text=True,
