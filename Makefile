@@ -82,7 +82,7 @@ $(CLIENTS)/.setup: $(wildcard tests/clients/*.json tests/clients/*.txt)
 	@mkdir -p $(CLIENTS) && cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS)
 	@echo "clients: installing agent programs and SDKs into $(CLIENTS) (2 GB, minutes)" >&2
 	@npm ci --prefix $(CLIENTS) --no-audit --no-fund --ignore-scripts --loglevel error >&2
-	@npm rebuild --prefix $(CLIENTS) --loglevel error @anthropic-ai/claude-code >&2 # puts its binary in place
+	@cd $(CLIENTS)/node_modules/@anthropic-ai/claude-code && node install.cjs >&2 # its install script puts the binary in place
 	@for kind in sdks trainers; do \
 		test -x $(CLIENTS)/$$kind/bin/python || $(PYTHON) -m venv $(CLIENTS)/$$kind >&2; \
 		$(CLIENTS)/$$kind/bin/python -m pip --disable-pip-version-check --quiet install --requirement tests/clients/$$kind.txt >&2 || exit 1; \
