@@ -31,6 +31,8 @@ from rl.wires import Identity
 FLUSH_SECONDS = 5.0
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 DEFAULT = "default"
+MOST_OF_NAME = 150
+"""of a file: file systems have names of up to 255 bytes"""
 MOST_REQUESTS = 10_000
 """of a session"""
 
@@ -83,6 +85,8 @@ class Sessions:
         Raises:
             ApiError: it is finished, or its name cannot be one.
         """
+        if path_name is not None and not NAME.fullmatch(path_name):
+            raise ApiError(f"session: {path_name[:100]!r} cannot be a name; it must match {NAME.pattern}", param="session")
         return self.named(path_name or self.owner(key) or who.session or DEFAULT, make=True)
 
     def named(self, name: str, *, make: bool = False) -> Session:
@@ -194,7 +198,10 @@ class Sessions:
         self._write(session)
 
     def _file(self, episode: str) -> Path:
-        return (self.folder or Path("/nonexistent")) / f"session_{quote(episode, safe='')}.parquet"
+        name = quote(episode, safe="")  # of a client's own header, it may be anything that can be printed
+        if len(name) > MOST_OF_NAME:
+            name = f"{name[:MOST_OF_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        return (self.folder or Path("/nonexistent")) / f"session_{name}.parquet"
 
     def _write_often(self) -> None:
         while not self._closing.wait(FLUSH_SECONDS):
