@@ -28,7 +28,7 @@ tiny_engine = cache(make_tiny_engine)
 
 def engine_for(program: str) -> Engine:
     """Codex says 38 kB before its first turn, and a token is a byte."""
-    return tiny_engine(2**16 if program == "codex" else 2**14)
+    return tiny_engine(3 * 2**14 if program == "codex" else 2**14)
 
 
 def call(program: str, command: str, **more: Any) -> str:
