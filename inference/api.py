@@ -1,4 +1,4 @@
-"""The HTTP door of an engine: OpenAI's API, `/generate` for token ids, `/update`, `/health`, `/metrics`.
+"""The HTTP door of an engine: OpenAI's API, `/generate` and vLLM's form of it for token ids, `/update`, `/health`, `/metrics`.
 
 A request ends in one of three ways: with its answer, with its client gone, or with the server stopping. Whichever comes
 first, its sequences leave the engine and their pages are free.
@@ -22,6 +22,7 @@ from inference.engine import Engine
 from inference.errors import ApiError, refusal
 from inference.follower import Follower
 from inference.formats import ChatAnswer, CompletionAnswer
+from inference.ids import IdsAnswer, IdsBody
 from inference.metrics import Metrics
 from inference.protocol import ChatBody, CompletionBody, GenerateBody, UpdateBody, parse
 from inference.reply import Reply, error_response, json_response, read_body
@@ -39,6 +40,7 @@ MAKES: dict[str, Callable[[Served, bytes], Answer]] = {
     "/v1/completions": lambda served, raw: CompletionAnswer(parse(CompletionBody, raw, served.name), served),
     "/v1/chat/completions": lambda served, raw: ChatAnswer(parse(ChatBody, raw, served.name), served),
     "/generate": lambda served, raw: GenerateAnswer(parse(GenerateBody, raw), served),
+    "/inference/v1/generate": lambda served, raw: IdsAnswer(parse(IdsBody, raw), served),
 }
 
 

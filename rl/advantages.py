@@ -23,7 +23,7 @@ def group_advantages(
     baseline: Baseline,
     eps: float = 1e-6,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages of N episodes (not branches: spread them afterwards).
+    """Advantages of N episodes (not branches).
 
     Args:
         rewards: total reward of each episode; None or NaN means unscored.
@@ -111,11 +111,6 @@ def whiten(advantages: Sequence[np.ndarray], weights: Sequence[np.ndarray], eps:
     ]
 
 
-def spread(advantages: Sequence[float], weights: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """An episode's advantage on each of its own trained tokens: N arrays float32 [n], 0 elsewhere."""
-    return [np.where(w > 0, a, 0).astype(np.float32) for a, w in zip(advantages, weights, strict=True)]
-
-
 def reinforce_pp(
     rewards: Sequence[float], kl: Sequence[np.ndarray], weights: Sequence[np.ndarray], *, beta: float, gamma: float = 1.0
 ) -> list[np.ndarray]:
@@ -137,18 +132,6 @@ def reinforce_pp(
             result[t] = to_go
         returns.append(result)
     return whiten(returns, weights)
-
-
-def reinforce_pp_baseline(
-    rewards: Sequence[float | None], group_ids: Sequence[Hashable], weights: Sequence[np.ndarray]
-) -> list[np.ndarray]:
-    """REINFORCE++-baseline (2501.03262): reward less its group's mean, on every token, whitened over the batch.
-
-    Unscored episodes get 0 and are left out of the batch's mean and variance.
-    """
-    advantages, scored = group_advantages(rewards, group_ids, std="none", baseline="mean")
-    counted = [w * counts for w, counts in zip(weights, scored, strict=True)]
-    return whiten(spread(advantages.tolist(), counted), counted)
 
 
 def gae(

@@ -30,7 +30,7 @@ class Sample:
     advantages: np.ndarray
     """float32 [n]"""
     episode: int
-    """branches of one episode are one sequence to the loss"""
+    """samples with one number are one sequence to the loss: an episode's branches, or those of one call of it"""
     versions: np.ndarray | None = None
     """int32 [n]: weight version that sampled the id; None: the trainer's own"""
     reference_logprobs: np.ndarray | None = None
@@ -86,7 +86,7 @@ class Totals:
     """Counts of a whole batch, which the loss divides by."""
 
     tokens: Mapping[int, float]
-    """episode -> sum of its weights"""
+    """`Sample.episode` -> sum of its weights"""
     pairs: int
 
     @staticmethod

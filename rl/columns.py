@@ -22,7 +22,7 @@ from rl.graph import Graph
 from rl.records import Call, Episode, Node
 from rl.whole import write_whole
 
-MADE_BY = "rollouts 1"
+MADE_BY = "rollouts 2"
 """of which schema; to be raised with any change of it"""
 REWARD = [("name", pa.string()), ("score", pa.float64()), ("weight", pa.float64())]
 ROUTING = [("dtype", pa.string()), ("shape", pa.list_(pa.int32())), ("crc32", pa.int64()), ("data", pa.binary())]
@@ -128,7 +128,8 @@ def _graph(rows: Sequence[dict[str, Any]]) -> Graph:
     values = _values(Episode, first)
     values["rewards"] = tuple(Reward(**reward) for reward in first["rewards"])
     episode = Episode(**values)
-    graph = Graph(episode, [Call(**call) for call in json.loads(first["calls"])])
+    calls = [{**call, "rewards": tuple(Reward(**reward) for reward in call["rewards"])} for call in json.loads(first["calls"])]
+    graph = Graph(episode, [Call(**call) for call in calls])
     for row in rows if first["node"] is not None else ():
         values = _values(Node, row)
         values["messages"] = tuple(json.loads(row["messages"]))

@@ -66,13 +66,14 @@ class ModelSection:
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSection:
     kind: str
-    """`reasoning_gym`, `arithmetic` or MODULE:CLASS of one's own; `none` where a run learns from a file and is not evaluated"""
+    """a name in rl/kinds.py, or MODULE:CLASS of one's own; `none` where a run learns from a file and is not evaluated"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """the environment's own"""
     renderer: str = "chatml"
     """name in rl.renderers.RENDERERS"""
     renderer_options: Mapping[str, Any] = field(default_factory=dict)
     max_turns: int = 1
+    """most answers of the model in an episode, of all its conversations together"""
 
 
 @dataclass(frozen=True, kw_only=True)

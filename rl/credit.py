@@ -7,11 +7,21 @@
     gae                        generalised advantage estimation with a critic, whitened over the step's tokens
 
 Episodes without a reward teach nothing, and do not dilute the others' denominators.
+
+Episodes of several calls (agents that call others, or cut their history back) have several branches:
+
+    calls      sequences to the loss      a token's advantage
+    whole      one an episode             its episode's
+    passed     one an episode             its episode's, times call_discount ** depth of the call that sampled it
+    own        one a call                 its call's, where the environment scored that (Step.call_rewards); else its episode's
+
+Groups are compared reward by reward: an episode counts once, however many branches and calls it has. A call's own reward is
+compared with those of the calls of that name in the task's other episodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -22,15 +32,16 @@ from rl.advantages import (
     gae,
     group_advantages,
     reinforce_pp,
-    reinforce_pp_baseline,
     soft_overlong,
     whiten,
 )
 from rl.batch import Sample, on_tokens
+from rl.environments import total_reward
 from rl.rollout import Rollout
 
 Kind = Literal["group", "reinforce_pp", "reinforce_pp_baseline", "gae"]
 KINDS = get_args(Kind)
+Calls = Literal["whole", "passed", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +61,21 @@ class AdvantageConfig:
     punishment); 0: none"""
     dynamic_sampling: bool = False
     """leave out groups whose rewards are all equal (DAPO); with it a step may train on fewer episodes than it sampled"""
+    calls: Calls = "whole"
+    """whose reward the tokens of several calls of an episode learn from"""
+    call_discount: float = 1.0
+    """of calls = "passed" """
 
     def __post_init__(self) -> None:
         token_level = self.kind in ("reinforce_pp", "gae")
+        if self.calls not in get_args(Calls):
+            raise ValueError(f"advantages.calls: {self.calls!r} is unknown; use one of {get_args(Calls)}")
+        if self.call_discount != 1 and self.calls != "passed":
+            raise ValueError(
+                f"advantages.call_discount: calls = {self.calls!r} does not use it; use 'passed', or leave it at 1"
+            )
+        if token_level and self.calls == "passed":
+            raise ValueError(f"advantages.calls: {self.kind!r} makes advantages of each token; use 'whole' or 'own'")
         if self.kl_coef and not token_level:
             raise ValueError(f"advantages.kl_coef: {self.kind!r} has no reward of each token; use trainer.kl_coef instead")
 
@@ -65,21 +88,45 @@ class Critic(Protocol):
     def read(self, samples: Sequence[Sample]) -> list[np.ndarray]: ...
 
 
+@dataclass(frozen=True)
+class _Sequence:
+    """What is one sequence to the loss: an episode, or a call of one."""
+
+    rollout: Rollout
+    call: int | None
+    earned: int
+    """which of the compared rewards it learns from"""
+
+
 def samples_of(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> list[Sample]:
     """Every branch of finished episodes, as one flat stream; an episode's advantage stands on all its sampled tokens."""
-    return [
-        Sample(
-            ids=branch.ids,
-            weights=branch.weights,
-            logprobs=branch.logprobs,
-            advantages=branch.advantages,
-            versions=branch.versions,
-            routing=branch.routing,
-            episode=number,
-        )
-        for number, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True))
-        for branch in rollout.graph.branches(float(advantage))
-    ]
+    sequences = [_Sequence(rollout, None, number) for number, rollout in enumerate(rollouts)]
+    return _samples(sequences, advantages, 1.0)
+
+
+def _samples(sequences: Sequence[_Sequence], advantages: Sequence[float], discount: float) -> list[Sample]:
+    """
+    Args:
+        advantages: of each compared reward.
+        discount: of a call's advantage for each call between it and the episode's own.
+    """
+    samples = []
+    for number, sequence in enumerate(sequences):
+        graph, advantage = sequence.rollout.graph, float(advantages[sequence.earned])
+        by_call = [advantage * discount**call.depth for call in graph.calls]
+        samples += [
+            Sample(
+                ids=branch.ids,
+                weights=branch.weights,
+                logprobs=branch.logprobs,
+                advantages=branch.advantages,
+                versions=branch.versions,
+                routing=branch.routing,
+                episode=number,
+            )
+            for branch in graph.branches(by_call, sequence.call)
+        ]
+    return samples
 
 
 def assign(
@@ -101,25 +148,42 @@ def assign(
         ValueError: no episode was scored.
     """
     rewards = [_shaped(rollout, config, longest) for rollout in rollouts]
-    groups = [(rollout.task.env, rollout.task.key) for rollout in rollouts]
-    advantages, scored = group_advantages(rewards, groups, std=config.std, baseline=config.baseline)
+    groups: list[Hashable] = [(rollout.task.env, rollout.task.key) for rollout in rollouts]
+    sequences = [_Sequence(rollout, None, number) for number, rollout in enumerate(rollouts)]
+    if config.calls == "own":
+        sequences = _by_call(rollouts, rewards, groups)
+    centred = config.kind == "reinforce_pp_baseline"  # whitened below
+    std, baseline = ("none", "mean") if centred else (config.std, config.baseline)
+    advantages, scored = group_advantages(rewards, groups, std=std, baseline=baseline)
     if not scored.any():
         raise ValueError("environment: no episode was scored; the step's file in rollouts/ has their errors")
     signal, silent = dynamic_sampling(rewards, groups)
-    metrics = {"zero_signal_groups": silent, "unscored": float(1 - scored.mean())}
-    kept = np.nonzero(signal if config.dynamic_sampling and signal.any() else scored)[0].tolist()
-    samples = samples_of([rollouts[n] for n in kept], [advantages[n] for n in kept])
+    metrics = {"zero_signal_groups": silent, "unscored": float(1 - scored[: len(rollouts)].mean())}
+    kept = signal if config.dynamic_sampling and signal.any() else scored
+    sequences = [sequence for sequence in sequences if kept[sequence.earned]]
+    samples = _samples(sequences, advantages.tolist(), config.call_discount)
     if config.kl_coef:
         samples = policy.referenced(samples, temperature)
-    earned = [rewards[kept[sample.episode]] or 0.0 for sample in samples]
-    of = [groups[kept[sample.episode]] for sample in samples]
-    return _token_level(samples, config, earned, of, critic), metrics
+    earned = [rewards[sequences[sample.episode].earned] or 0.0 for sample in samples]
+    return _token_level(samples, config, earned, critic), metrics
 
 
-def _token_level(
-    samples: list[Sample], config: AdvantageConfig, earned: list[float], groups: list[Any], critic: Critic | None
-) -> list[Sample]:
-    """Replaces the group advantages where `config` says so; `earned` and `groups` are each sample's."""
+def _by_call(rollouts: Sequence[Rollout], rewards: list[float | None], groups: list[Hashable]) -> list[_Sequence]:
+    """A sequence for each call; the calls' own rewards, and what each is compared with, are appended to the episodes'."""
+    sequences = []
+    for number, rollout in enumerate(rollouts):
+        for call in rollout.graph.calls:
+            earned = number
+            if call.rewards:
+                earned = len(rewards)
+                rewards.append(total_reward(call.rewards))
+                groups.append((rollout.task.env, rollout.task.key, call.agent))
+            sequences.append(_Sequence(rollout, call.id, earned))
+    return sequences
+
+
+def _token_level(samples: list[Sample], config: AdvantageConfig, earned: list[float], critic: Critic | None) -> list[Sample]:
+    """Replaces the group advantages where `config` says so; `earned` is each sample's reward."""
     weights = [sample.weights for sample in samples]
     kl = [_kl(sample) for sample in samples]
     match config.kind:
@@ -128,7 +192,7 @@ def _token_level(
         case "reinforce_pp":
             return _with("advantages", samples, reinforce_pp(earned, kl, weights, beta=config.kl_coef, gamma=config.gamma))
         case "reinforce_pp_baseline":
-            return _with("advantages", samples, reinforce_pp_baseline(earned, groups, weights))
+            return _with("advantages", samples, whiten([sample.advantages for sample in samples], weights))
         case "gae":
             assert critic is not None
             values = [on_tokens(sample, read) for sample, read in zip(samples, critic.read(samples), strict=True)]

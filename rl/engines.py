@@ -55,5 +55,5 @@ class Engines:
 
 
 def _group(request_id: str) -> str:
-    """Of LABEL/ENV/KEY/SAMPLE#TURN."""
-    return request_id.rpartition("/")[0]
+    """Of LABEL/ENV/KEY/SAMPLE#CALL:TURN."""
+    return request_id.partition("#")[0].rpartition("/")[0]

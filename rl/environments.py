@@ -1,6 +1,6 @@
 """Environments: a task is a prompt made from a key, a step scores the conversation so far.
 
-An environment is any object with `name`, `task` and `step`; the simple case is short:
+An environment is any object with `name`, `task` and `step` (or `run`, see rl/agents.py); the simple case is short:
 
     class Echo:
         name = "echo"
@@ -22,12 +22,13 @@ import importlib
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from rl.messages import Message
+from rl.scoring import component_weights, text_scores
 
 TRAIN_KEYS = range(10**9)
 EVAL_KEYS = range(10**9, 2 * 10**9)
@@ -71,15 +72,31 @@ class Step:
     """tool or user turns to append; empty when done"""
     rewards: tuple[Reward, ...] = ()
     done: bool = True
+    """False, as an agent's last word: the episode was broken off"""
+    call_rewards: Mapping[str, Sequence[Reward]] = field(default_factory=dict)
+    """of an environment with `run`: what single conversations earned, by `Ask.call`; see `rl.credit`, calls = "own" """
 
 
-class Environment(Protocol):
-    """A source of tasks and their scorer. `task` is deterministic; errors that `step` raises fail the episode."""
+class Tasks(Protocol):
+    """A source of tasks: `task` is deterministic."""
 
     @property
     def name(self) -> str: ...
 
     def task(self, key: int) -> Task: ...
+
+
+@runtime_checkable
+class AgentEnvironment(Tasks, Protocol):
+    """Drives conversations of its own (`rl.agents`); errors that `run` raises fail the episode."""
+
+    def run(self, task: Task) -> Generator[Any, Any, Step]:
+        """`task.messages` open the episode's own conversation, "main"; others may be asked too."""
+        ...
+
+
+class Environment(Tasks, Protocol):
+    """Tasks and their scorer; errors that `step` raises fail the episode."""
 
     def step(self, task: Task, messages: Sequence[Message]) -> Step:
         """Takes the whole conversation, the last message being the assistant's."""
@@ -123,12 +140,14 @@ def answer_text(message: Message, rule: AnswerRule = "first_line") -> str:
     return text if rule == "whole" else text.split("\n", 1)[0].strip()
 
 
-def constant_answer(env: Environment, keys: Sequence[int]) -> tuple[str, float] | None:
+def constant_answer(env: Environment | AgentEnvironment, keys: Sequence[int]) -> tuple[str, float] | None:
     """The one answer that scores best on all these tasks, and its mean total reward: what not reading the prompt earns.
 
     Candidates are the tasks' own answers, scored by the environment; unscored tasks do not count. Ties: the earliest.
-    None where no task has an answer, or none is scored.
+    None where no task has an answer, or none is scored, and for agents, whose answers are more than one message.
     """
+    if isinstance(env, AgentEnvironment):
+        return None
     tasks = [env.task(key) for key in keys]
     candidates = list(dict.fromkeys(task.answer for task in tasks if task.answer is not None))
 
@@ -163,9 +182,7 @@ class Arithmetic:
             raise ValueError(f"operators: use some of '+-*', got {operators!r}")
         self.name = "arithmetic"
         self.max_value, self.operators, self.seed = max_value, operators, seed
-        self.weights = {"exact": 1.0, "right": 0.0, "digits": 0.0, **weights}
-        if len(self.weights) > 3:
-            raise ValueError(f"weights: the components are exact, right and digits, got {sorted(weights)}")
+        self.weights = component_weights(weights, exact=1.0, right=0.0, digits=0.0)
 
     def task(self, key: int) -> Task:
         rng = random.Random(f"{self.seed}/{key}")
@@ -176,12 +193,7 @@ class Arithmetic:
 
     def step(self, task: Task, messages: Sequence[Message]) -> Step:
         assert task.answer is not None
-        given = answer_text(messages[-1])
-        scores = {
-            "exact": float(given == task.answer),
-            "right": sum(a == b for a, b in zip(given, task.answer, strict=False)) / max(len(given), len(task.answer)),
-            "digits": sum(c in "0123456789" for c in given) / max(len(given), 1),
-        }
+        scores = text_scores(answer_text(messages[-1]), task.answer)
         return finish(*(Reward(name, score, self.weights[name]) for name, score in scores.items()))
 
 

@@ -137,6 +137,8 @@ class _Row:
         return in_common(branch, self.last) if self.share and self.last is not None else 0
 
     def fits(self, branch: Branch) -> bool:
+        if len(self.branches) == self.layout.branches:
+            return False
         return len(self.tokens) + len(branch.ids) - self.shared(branch) <= self.layout.tokens
 
     def add(self, number: int, branch: Branch) -> None:
@@ -253,8 +255,6 @@ def pack(branches: Sequence[Branch], layout: Layout, share: bool = True) -> tupl
         taken = rows[at : at + layout.rows]
         while sum(len(row.branches) for row in taken) > layout.branches:
             taken.pop()
-        if not taken:
-            raise ValueError(f"layout: a row holds more than {layout.branches} branches; raise its `branches`")
         batches.append(_assemble(taken, layout))
         at += len(taken)
     stats = PackStats(

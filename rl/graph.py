@@ -177,25 +177,32 @@ class Graph:
         """Closes the episode; `changes` are further fields of Episode."""
         self.episode = dataclasses.replace(self.episode, status=status, rewards=tuple(rewards), **changes)
 
-    def branches(self, advantage: float = 0.0) -> list[Branch]:
-        """Root-to-leaf views, in the order of their leaves; `advantage` is put on every sampled token."""
+    def branches(self, advantage: float | Sequence[float] = 0.0, call: int | None = None) -> list[Branch]:
+        """Root-to-leaf views, in the order of their leaves.
+
+        Args:
+            advantage: put on every sampled token; or one for each call, put on what it sampled.
+            call: only what this call sampled has weight, and only branches with any of it are there.
+        """
+        values = [advantage] * len(self.calls) if isinstance(advantage, int | float) else advantage
         kept: list[bool] = []
         for node in self.nodes:  # parents come before their children
             kept.append(self._open(node.id) and (node.parent is None or kept[node.parent]))
         sampled = [node.id for node in self.nodes if kept[node.id] and any(node.mask) and self.calls[node.call].trainable]
-        passing = [0] * len(self.nodes)
-        leaves: list[int] = []
+        passing, paths = [0] * len(self.nodes), list[list[int]]()
         for leaf in reversed(sampled):  # children come before their parents
             if not passing[leaf]:
-                leaves.append(leaf)
-                for i in self.path(leaf):
+                paths.insert(0, self.path(leaf))
+                for i in paths[0]:
                     passing[i] += 1
-        return [self._branch(self.path(leaf), passing, advantage) for leaf in reversed(leaves)]
+        if call is not None:
+            paths = [path for path in paths if any(self.nodes[i].call == call and any(self.nodes[i].mask) for i in path)]
+        return [self._branch(path, passing, values, call) for path in paths]
 
-    def _branch(self, path: list[int], passing: list[int], advantage: float) -> Branch:
+    def _branch(self, path: list[int], passing: list[int], advantages: Sequence[float], call: int | None) -> Branch:
         nodes = [self.nodes[i] for i in path]
         mask = np.array([sampled for node in nodes for sampled in node.mask], bool)
-        share = [self.calls[node.call].trainable / passing[node.id] for node in nodes]
+        share = [self.calls[node.call].trainable / passing[node.id] if call in (None, node.call) else 0.0 for node in nodes]
 
         def spread(values: list[float] | list[int], fill: float, dtype: type) -> np.ndarray:
             out = np.full(len(mask), fill, dtype)
@@ -212,7 +219,7 @@ class Graph:
             logprobs_full=spread([x for node in nodes for x in node.logprobs_full], 0, np.float32),
             versions=spread([x for node in nodes for x in node.versions], -1, np.int32),
             temperatures=spread([node.temperature or 0.0 for node in nodes for _ in node.logprobs], 1, np.float32),
-            advantages=spread([advantage] * sum(counts), 0, np.float32),
+            advantages=spread([advantages[node.call] for node in nodes for _ in node.logprobs], 0, np.float32),
             weights=spread([x for x, count in zip(share, counts, strict=True) for _ in range(count)], 0, np.float32),
             routing=None if rows is None else np.concatenate([rows, blank(len(mask) - len(rows), rows)]),
         )

@@ -9,7 +9,7 @@ from models.tokenizer import ByteTokenizer, Tokenizer
 from rl.batch import Sample
 from rl.config import RunConfig
 from rl.credit import assign
-from rl.environments import Environment
+from rl.environments import Tasks
 from rl.renderers import Renderer
 from rl.rollout import Rollout
 from rl.run import warmup_keys
@@ -44,7 +44,7 @@ def learn(trainer: Trainer, critic: Trainer | None, config: RunConfig, rollouts:
 def learn_answers(
     trainer: Trainer,
     config: RunConfig,
-    environment: Environment,
+    environment: Tasks,
     renderer: Renderer,
     tokenizer: Tokenizer | ByteTokenizer,
     step: int,

@@ -135,6 +135,19 @@ def hermes(looks: Mapping[str, str]) -> ToolCalls:
     return ToolCalls(lambda body: hermes_call(spelled(body)), looks[OPEN], looks[CLOSE])
 
 
+class NoCalls:
+    """Finds none: for formats that have no place for calls."""
+
+    def __init__(self, looks: Mapping[str, str]) -> None:
+        pass
+
+    def parts(self, text: str) -> list[str | ToolCall]:
+        return [text]
+
+    def flush(self) -> str:
+        return ""
+
+
 class _Thoughts:
     """Parts a text in thinking and content; line breaks inside of the markers, and two after them, are markup."""
 

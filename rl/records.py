@@ -21,12 +21,15 @@ class Call:
     id: int
     parent: int | None = None
     agent: str = "main"
+    """what the environment, or the client, calls the conversation; one call of an episode has the name"""
     role: str = "assistant"
     depth: int = 0
     position: int | None = None
     """token position in the parent call at which this one was spawned"""
     policy: str = "policy"
     trainable: bool = True
+    rewards: tuple[Reward, ...] = ()
+    """its own, where the environment gave any; the episode has rewards apart from them"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from inference.errors import ApiError
 from inference.types import SamplingParams
 from rl.columns import write
 from rl.environments import Reward
+from rl.graph import Graph
 from rl.records import Episode, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import sample_seed
@@ -117,9 +118,29 @@ class Sessions:
             if name in self._sessions or name in self._finished or self._file(name).exists():
                 raise ApiError(f"name: there is a session {name!r} already; choose another", status=409, param="name")
             self._make(name, fields)
-            key = f"tx-{secrets.token_urlsafe(24)}"
-            self._keys[_digest(key.encode())] = name
-            return name, key
+            return name, self._new_key(name)
+
+    def adopt(self, session: Session) -> str:
+        """Takes in a session that somebody else has made, and writes; returns the key that opens it until it is dropped."""
+        with self._lock:
+            name = session.graph.episode.id
+            self._sessions[name] = session
+            return self._new_key(name)
+
+    def drop(self, session: Session) -> None:
+        """Lets nobody into an adopted session any more."""
+        with self._lock:
+            name = session.graph.episode.id
+            self._sessions.pop(name, None)
+            self._forget_keys(name)
+
+    def _new_key(self, name: str) -> str:
+        key = f"tx-{secrets.token_urlsafe(24)}"
+        self._keys[_digest(key.encode())] = name
+        return key
+
+    def _forget_keys(self, name: str) -> None:
+        self._keys = {key: owner for key, owner in self._keys.items() if owner != name}
 
     def finish(
         self, name: str, status: EpisodeStatus, rewards: Sequence[Reward] = (), reason: str = "finished"
@@ -160,7 +181,7 @@ class Sessions:
         plain: dict[str, Any] = {"env": "gateway", "key": 0, "content_hash": "", "group_id": name, "seed": 0} | fields
         plain["seed"] = sample_seed(self.seed, plain["seed"], own)
         self._sessions[name] = Session(
-            Episode(id=own, **plain),
+            Graph(Episode(id=own, **plain)),
             self.renderer,
             self.params,
             max_context=self.max_context,
@@ -172,7 +193,7 @@ class Sessions:
 
     def _end(self, name: str, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
         session = self._sessions.pop(name)
-        self._keys = {key: owner for key, owner in self._keys.items() if owner != name}
+        self._forget_keys(name)
         session.finish(status, rewards, reason)
         self._write(session)
 

@@ -16,7 +16,7 @@ import jax
 from rl.build import build
 from rl.checkpoint import Checkpoints, Damaged, digest, split
 from rl.config import RunConfig
-from rl.environments import Environment
+from rl.environments import Tasks
 from rl.files import among, changes, lock, read_lines
 from rl.journal import Journal
 from rl.learn import learn, learn_answers
@@ -95,7 +95,7 @@ class Past:
     def __init__(self, config: RunConfig, directory: Path, journal: Journal):
         self.config, self.directory, self.journal = config, directory, journal
         self.model, self.source, self.tokenizer = make_model(config.model)
-        self.environment: Environment
+        self.environment: Tasks
         self.environment, self.renderer = make_environment(config, self.tokenizer)
         self.trainers: dict[str, Trainer] = {"policy": make_trainer(self.config, self.model, self.source)}
         if config.advantages.kind == "gae":

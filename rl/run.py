@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import jax
@@ -21,9 +21,11 @@ from models.hf import load_hf, resolve, save_hf
 from models.hf_config import read_config
 from models.tokenizer import ByteTokenizer, Tokenizer
 from models.transformer import describe
+from rl.agents import Steps, stepping
 from rl.build import build, pick
 from rl.config import EngineSection, EnvironmentSection, ModelSection, RunConfig
-from rl.environments import EVAL_KEYS, TRAIN_KEYS, Environment, Task, constant_answer
+from rl.environments import EVAL_KEYS, TRAIN_KEYS, AgentEnvironment, Environment, Task, Tasks, constant_answer
+from rl.episodes import Episodes
 from rl.fleet import Fleet, Local, Served, published_params
 from rl.forest import Layout
 from rl.kinds import make
@@ -31,7 +33,7 @@ from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.placement import mesh_of, placed, shardings_of
 from rl.renderers import RENDERERS, Renderer
-from rl.rollout import Batch, Episodes, Rollout, Steps
+from rl.rollout import Batch, Rollout
 from rl.routes import RouterConfig
 from rl.trainer import Trainer
 from rl.workers import Inline, Workers
@@ -48,13 +50,13 @@ class Run:
     source: Path | None
     """the Hugging Face directory the weights came from"""
     tokenizer: Tokenizer | ByteTokenizer
-    environment: Environment
+    environment: Environment | AgentEnvironment
     renderer: Renderer
     trainer: Trainer
     fleet: Fleet
     """its engines"""
-    steps: Steps
-    """who runs the environment's steps"""
+    steps: Steps | None
+    """who runs the environment's steps; None: its agents run in this process"""
     critic: Trainer | None = None
     """reads and learns values, where advantages need them"""
     compile_s: float = 0.0
@@ -83,15 +85,24 @@ class Run:
 
     def close(self) -> None:
         """Ends the processes that run environments and engines, if any do."""
-        self.steps.close()
+        if self.steps is not None:
+            self.steps.close()
+        close = getattr(self.environment, "close", None)
+        if close is not None:
+            close()
         self.fleet.close()
 
     @cached_property
     def episodes(self) -> Episodes:
         """What runs on the engines."""
+        if isinstance(self.environment, AgentEnvironment):
+            begin = self.environment.run
+        else:
+            assert self.steps is not None
+            begin = partial(stepping, self.steps)
         return Episodes(
             self.fleet.sampler(),
-            self.steps,
+            begin,
             self.renderer,
             seed=self.config.seed,
             max_context=longest_branch(self.config),
@@ -130,14 +141,27 @@ def make_model(section: ModelSection) -> tuple[ModelConfig, Path | None, Tokeniz
     return model, source, tokenizer
 
 
-def make_environment(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> tuple[Environment, Renderer]:
+def make_environment(
+    config: RunConfig, tokenizer: Tokenizer | ByteTokenizer
+) -> tuple[Environment | AgentEnvironment, Renderer]:
     section = config.environment
     return make(section.kind, section.options), make_renderer(section, tokenizer)
 
 
-def make_steps(config: RunConfig, environment: Environment) -> Inline | Workers:
-    """Who runs the environment's steps."""
+def make_steps(config: RunConfig, environment: Environment | AgentEnvironment) -> Inline | Workers | None:
+    """Who runs the environment's steps; None where it has agents.
+
+    Raises:
+        ValueError: agents are to run in processes of their own.
+    """
     section = config.orchestrator
+    if isinstance(environment, AgentEnvironment):
+        if section.workers:
+            raise ValueError(
+                f"orchestrator.workers: {environment.name!r} has agents, which run in this process; set it to 0, and let them "
+                f"wait for what takes long in a Future"
+            )
+        return None
     if not section.workers:
         return Inline(environment)
     return Workers(config.environment.kind, config.environment.options, section.workers, section.environment_s)
@@ -253,7 +277,7 @@ def warmup_keys(config: RunConfig) -> range:
     return TRAIN_KEYS[first : first + config.warmup.steps * config.warmup.tasks]
 
 
-def check_prompts(config: RunConfig, environment: Environment, renderer: Renderer) -> None:
+def check_prompts(config: RunConfig, environment: Tasks, renderer: Renderer) -> None:
     """Refuses prompts that leave no room for an answer, before a run starts.
 
     Raises:

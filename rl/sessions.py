@@ -26,7 +26,7 @@ from rl.environments import Reward
 from rl.graph import Graph
 from rl.histories import Histories
 from rl.messages import CallKind, Message, Tool, canonical
-from rl.records import Call, Episode, EpisodeStatus
+from rl.records import Call, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import sample_seed
 from rl.wires import ContextOverflow, Identity, Turn, new_name
@@ -57,7 +57,7 @@ class Session:
     """One root conversation and all that its agents ask: an episode.
 
     Args:
-        episode: its record; the seed of all noise is in it.
+        graph: its record; the seed of all noise is its episode's.
         params: of every request; what a client asks for is `limited` to them.
         max_context: most tokens of a request with its answer.
         client_sampling: whether temperature, top_p and the like are the client's where it sets them, not `params`'.
@@ -66,7 +66,7 @@ class Session:
 
     def __init__(
         self,
-        episode: Episode,
+        graph: Graph,
         renderer: Renderer,
         params: SamplingParams,
         *,
@@ -74,7 +74,7 @@ class Session:
         client_sampling: bool = False,
         trainable: Sequence[CallKind] = ("turn",),
     ) -> None:
-        self.graph = Graph(episode)
+        self.graph = graph
         self.renderer, self.params, self.max_context = renderer, params, max_context
         self.client_sampling, self.trainable = client_sampling, tuple(trainable)
         self.notes: dict[str, None] = {}
@@ -139,7 +139,7 @@ class Session:
                 call,
                 node,
                 Request(
-                    id=name,
+                    id=f"{self.graph.episode.id}#{name}",
                     prompt_ids=tuple(ids),
                     params=replace(params, seed=seed, max_tokens=room),
                     routing=self.graph.routing(node),
@@ -199,6 +199,14 @@ class Session:
                 self.changed = True
                 raise
 
+    def settle(self, seconds: float = 30.0) -> None:
+        """Waits until no answer is on its way. TimeoutError if that takes too long."""
+        end = time.monotonic() + seconds
+        while self._running:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{len(self._running)} requests have not ended")
+            time.sleep(0.005)
+
     def finish(self, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
         with self._lock:
             self.graph.finish(status, rewards=rewards, stop_reason=reason)
@@ -225,7 +233,7 @@ class Session:
         whole = tokens if isinstance(tokens, Completion) else None
         return self.graph.add_completion(
             asked.node,
-            request_id=asked.name,
+            request_id=asked.request.id,
             prompt_ids=asked.request.prompt_ids,
             ids=tokens.ids.tolist(),
             logprobs=tokens.logprobs.tolist(),
@@ -268,14 +276,15 @@ class Session:
         parent_agent = who.agent if not own else "main" if who.parent in (None, who.agent) else who.parent
         parent = self._call(Identity(agent=parent_agent), "turn", True)
         above = self.graph.calls[parent]
-        asked = [node.id for node in self.graph.nodes if node.call == parent]
+        # the parent may have asked on before its child does
+        said = [node.id for node in self.graph.nodes if node.call == parent and node.kind == "sampled"]
         call = Call(
             id=len(self.graph.calls),
             parent=parent,
             agent=who.agent,
             role="assistant" if kind == "turn" else kind,
             depth=above.depth + own,
-            position=len(self.graph.path_ids(asked[-1])) if asked else 0,
+            position=len(self.graph.path_ids(said[-1])) if said else 0,
             trainable=sampled and kind in self.trainable,
         )
         self.graph.calls.append(call)

@@ -117,6 +117,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
         "reward": float(np.mean([rollout.reward for rollout in rollouts if rollout.reward is not None])),
         "length_mean": float(np.mean(lengths)),
+        "turns_mean": float(np.mean([rollout.turns for rollout in rollouts])),
+        "calls_mean": float(np.mean([len(rollout.graph.calls) for rollout in rollouts])),
         "cut": float(np.mean([rollout.graph.episode.stop_reason == "length" for rollout in rollouts])),
         "prefix_hit_rate": sum(r.cached_tokens for r in rollouts) / max(sum(r.prompt_tokens for r in rollouts), 1),
         "computed_tokens": sum(rollout.computed_tokens for rollout in rollouts),

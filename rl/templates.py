@@ -4,22 +4,26 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inference.calls import OPEN
 from inference.chat import ChatTemplate
 from models.tokenizer import Tokenizer
 from rl.chatml import tool_json
 from rl.messages import Message, Tool, ToolCall
-from rl.readers import THINK, UNTHINK, Reader, TurnReader, hermes, marker, read
+from rl.readers import THINK, UNTHINK, NoCalls, Reader, TurnReader, hermes, read
 
 HELLO: Message = {"role": "user", "content": "Hello"}
 REPLY = "Yes"
 THOUGHT = "Well"
+NAME = "look"
+CALLING: Message = {"role": "assistant", "content": "", "tool_calls": [{"id": "0", "name": NAME, "arguments": "{}"}]}
+THINKING: Message = {"role": "assistant", "content": REPLY, "thinking": THOUGHT}
 
 
 class Template:
     """Renders by the tokenizer's chat template; reads thinking in <think> and calls in the Hermes format.
 
     Templates are programs: what one does to old turns shows only when it runs. `bridge` runs it on small conversations of a
-    user, an assistant and the new messages, the assistant with and without thinking and calls. Where each of them begins with
+    user, an assistant and the new messages, the assistant with and without thinking. Where each of them begins with
     what was before, and goes on in the same way behind the assistant's turn, this is what follows a sampled turn too; elsewhere
     it is None.
 
@@ -43,9 +47,11 @@ class Template:
             raise ValueError("template: the tokenizer names no token that ends a turn; add eos_token to tokenizer_config.json")
         self.stop_ids = tuple(tokenizer.eos_ids)
         prompt = tokenizer.decode(self.render([HELLO]))
-        self._opened = prompt.rfind(THINK) > prompt.rfind(UNTHINK)
-        self._thinks = marker(tokenizer, UNTHINK) != UNTHINK or UNTHINK in (tokenizer.chat_template or "")
-        self.extends = self.bridge(self.stop_ids[:1], [HELLO]) is not None
+        self._opens = prompt.rfind(THINK) > prompt.rfind(UNTHINK)
+        self._thinks, self._calls = self._has(THINKING, THOUGHT), self._has(CALLING, NAME)
+        """whether the template has a place for thinking, and for calls; without one, they are content"""
+        thought = tokenizer.encode(THINK, allow_special=True) if self._opens or self._thinks else []
+        self.extends = self.bridge([*thought, self.stop_ids[0]], [HELLO]) is not None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), add_generation_prompt: bool = True) -> list[int]:
         """See Renderer."""
@@ -61,7 +67,8 @@ class Template:
         )
 
     def reader(self, tools: Sequence[Tool] = ()) -> Reader:
-        return TurnReader(self.tokenizer, self.stop_ids, hermes, "open" if self._opened else "free")
+        calls = hermes if self._calls else NoCalls
+        return TurnReader(self.tokenizer, self.stop_ids, calls, "open" if self._opens else "free" if self._thinks else "none")
 
     def parse(self, ids: Sequence[int], name: str = "", tools: Sequence[Tool] = ()) -> Message:
         return read(self.reader(tools), ids, name)
@@ -71,7 +78,7 @@ class Template:
         if any(message["role"] == "assistant" for message in new_messages):
             raise ValueError("new_messages: an assistant's turn is sampled, not bridged; pass what follows it only")
         try:
-            found = {self._behind(probe, new_messages, tools) for probe in self._probes(new_messages)}
+            found = {self._behind(probe, new_messages, tools) for probe in self._probes(prior_ids, new_messages)}
         except ValueError:  # the template refuses one of the conversations
             return None
         behind = found.pop()
@@ -80,15 +87,24 @@ class Template:
         end, *rest = behind
         return rest if prior_ids and prior_ids[-1] in self.stop_ids else [end, *rest]
 
-    def _probes(self, new_messages: Sequence[Message]) -> list[Message]:
-        """Turns of the assistant that differ in what templates treat apart."""
+    def _has(self, said: Message, what: str) -> bool:
+        """Whether the template writes a part of an assistant's message."""
+        try:
+            return what in self.tokenizer.decode(self.render([HELLO, said], add_generation_prompt=False))
+        except ValueError:  # it refuses such messages
+            return False
+
+    def _probes(self, prior_ids: Sequence[int], new_messages: Sequence[Message]) -> list[Message]:
+        """Turns of the assistant that differ in what templates treat apart, as far as there was such a thing before."""
         probes: list[Message] = [{"role": "assistant", "content": REPLY}]
-        if self._thinks:
-            probes.append({**probes[0], "thinking": THOUGHT})
+        before = self.tokenizer.decode(prior_ids)
+        if THINK in before or UNTHINK in before:
+            inside: Message = {"role": "assistant", "content": f"{THINK}\n{THOUGHT}\n{UNTHINK}\n\n{REPLY}"}
+            probes.append(THINKING if self._opens or self._thinks else inside)
         answered = [message for message in new_messages if message["role"] == "tool"]
-        if answered:
+        if answered and self._calls and OPEN in before:
             calls: list[ToolCall] = [
-                {"id": message.get("tool_call_id", "0"), "name": message.get("name", "look"), "arguments": "{}"}
+                {"id": message.get("tool_call_id", "0"), "name": message.get("name", NAME), "arguments": "{}"}
                 for message in answered
             ]
             probes = [{**probe, "tool_calls": calls} for probe in probes]
@@ -105,8 +121,9 @@ class Template:
         if end is None:
             return None
         text = self.tokenizer.decode(rest[:end])
-        wanted = [said["content"], said.get("thinking", ""), *(call["name"] for call in said.get("tool_calls", ()))]
-        return tuple(rest[end:]) if all(part in text for part in wanted) else None
+        parts = [said.get("thinking", ""), *(call["name"] for call in said.get("tool_calls", ()))]
+        kept = text == said["content"] if not any(parts) else all(part in text for part in [said["content"], *parts])
+        return tuple(rest[end:]) if kept else None
 
 
 def sent(message: Message) -> dict[str, Any]:

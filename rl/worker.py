@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from rl.environments import Environment
+from rl.environments import AgentEnvironment, Environment
 from rl.kinds import make
 from rl.messages import Message
 
@@ -27,6 +27,7 @@ def main() -> None:
     os.dup2(2, 1)
     section = json.loads(lines.readline())
     environment = make(section["kind"], section["options"])
+    assert not isinstance(environment, AgentEnvironment), "agents run in the run's own process"
     steps: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     # in a thread: that the parent is gone is seen in the middle of a step, too
     threading.Thread(target=_read, args=(lines, steps), daemon=True).start()

@@ -16,8 +16,8 @@ MERGES = (
 class _Merging:
     """Longest match over bytes and a few merges: the same string has several splits."""
 
-    def __init__(self, specials: tuple[str, ...]) -> None:
-        merges = [text.encode() for text in MERGES]
+    def __init__(self, specials: tuple[str, ...], texts: tuple[str, ...]) -> None:
+        merges = [text.encode() for text in texts]
         self._pieces = [bytes([i]) for i in range(256)] + [text.encode() for text in specials] + merges
         self._split = re.compile(f"({'|'.join(map(re.escape, specials))})")
         self.special = {token: 256 + i for i, token in enumerate(specials)}
@@ -47,8 +47,8 @@ class _Merging:
         return self.special.get(token)
 
 
-def merging(specials: tuple[str, ...] = QWEN, template: str | None = None) -> Tokenizer:
+def merging(specials: tuple[str, ...] = QWEN, template: str | None = None, merges: tuple[str, ...] = MERGES) -> Tokenizer:
     """Ids 0-255 are bytes, from 256 on control tokens, then merges; the last control token but the first one ends a turn."""
-    backend = _Merging(specials)
+    backend = _Merging(specials, merges)
     end = backend.special["<|eot_id|>" if "<|eot_id|>" in specials else "<|im_end|>"]
     return Tokenizer(backend, None, (end, 256), None, template)

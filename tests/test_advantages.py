@@ -12,9 +12,7 @@ from rl.advantages import (
     gae,
     group_advantages,
     reinforce_pp,
-    reinforce_pp_baseline,
     soft_overlong,
-    spread,
     whiten,
 )
 
@@ -110,20 +108,6 @@ def test_reinforce_pp_by_hand() -> None:
     to_go = np.array([0.32, 0.7, -0.2])
     first, second = reinforce_pp([1, 0], kl, weights, beta=1, gamma=0.6)
     np.testing.assert_allclose([first[0], first[2], second[0]], (to_go - to_go.mean()) / to_go.std(), rtol=1e-6)
-
-
-def test_reinforce_pp_baseline_by_hand() -> None:
-    """Groups (1, 0) of 1 and 3 tokens and (2, unscored): .5 once, -.5 three times, 0 once; mean -.2, variance .16."""
-    weights = ragged([1], [1, 0, 1, 1], [1], [1])
-    out = reinforce_pp_baseline([1, 0, 2, None], ["a", "a", "b", "b"], weights)
-    for got, expected in zip(out, ragged([1.75], [-0.75, 0, -0.75, -0.75], [0.5], [0]), strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-6)
-
-
-def test_advantages_are_spread_over_own_tokens() -> None:
-    """C17: mask (0, 0, 1, 1, 1), scalar .7: the last three."""
-    [row] = spread([0.7], ragged([0, 0, 1, 1, 1]))
-    np.testing.assert_array_equal(row, np.array([0, 0, 0.7, 0.7, 0.7], np.float32))
 
 
 def test_gae_by_hand() -> None:

@@ -191,5 +191,5 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr("rl.columns.MADE_BY", "rollouts 0")
         write(tmp_path / "old.parquet", whole_group())
-    with pytest.raises(ValueError, match="old.parquet: is not 'rollouts 1' of twinax; use the code that wrote it"):
+    with pytest.raises(ValueError, match="old.parquet: is not 'rollouts 2' of twinax; use the code that wrote it"):
         read(tmp_path / "old.parquet")

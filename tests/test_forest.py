@@ -222,8 +222,11 @@ def test_bad_layouts() -> None:
     for tokens, context in ((65, 128), (64, 64)):
         with pytest.raises(ValueError, match="layout: tokens"):
             Layout(rows=1, tokens=tokens, context=context, branches=1, length=1)
-    with pytest.raises(ValueError, match="more than 2 branches; raise"):
-        pack([branch([1, n]) for n in range(3)], Layout(rows=1, tokens=64, context=128, branches=2, length=1))
+
+
+def test_a_row_has_no_more_branches_than_a_micro_batch() -> None:
+    batches, stats = pack([branch([1, n]) for n in range(5)], Layout(rows=2, tokens=64, context=128, branches=2, length=1))
+    assert [sorted(batch.order.tolist()) for batch in batches] == [[0, 1], [2, 3], [4]] and stats.tokens_kept == 3 + 3 + 2
 
 
 # ---- the same numbers as each branch alone, float64

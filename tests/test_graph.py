@@ -143,8 +143,10 @@ def test_calls_that_are_not_trainable_weigh_nothing() -> None:
     graph = new_graph(Call(id=0), judge)
     sample(graph, [1], [2, 3])
     sample(graph, [7], [8], temperature=0.0, call=1)
-    (branch,) = graph.branches()  # the judge's own is none
-    assert branch.ids.tolist() == [1, 2, 3] and branch.weights.tolist() == [0, 1, 1]
+    sample(graph, [1, 2, 3, 4], [5], temperature=0.0, call=1)
+    sample(graph, [1, 2, 3, 4, 5, 6], [7])
+    [branch] = graph.branches()  # what the judge said alone is none; where the policy goes on from it, it is context
+    assert branch.ids.tolist() == [1, 2, 3, 4, 5, 6, 7] and branch.weights.tolist() == [0, 1, 1, 0, 0, 0, 1]
     with pytest.raises(ValueError, match=r"^temperature: greedy"):  # C20
         sample(graph, [1], [4], temperature=0.0)
 

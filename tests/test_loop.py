@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,72 +18,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
-from models.tokenizer import ByteTokenizer
+from rl.agents import stepping
 from rl.credit import AdvantageConfig, samples_of
 from rl.environments import Reward, Step, Task, finish, make_task
+from rl.episodes import Episodes
 from rl.files import Records
 from rl.journal import Journal
 from rl.learn import learn
 from rl.messages import Message
-from rl.renderers import ChatML
-from rl.rollout import Episodes, Rollout
+from rl.rollout import Rollout
 from rl.workers import Inline
+from tests.scripted import END, RENDERER, TOKENIZER, Scripted, rows_of
 
 REPO = Path(__file__).parents[1]
 
 # ---- episodes on a scripted engine
-
-
-def rows_of(ids: Sequence[int]) -> np.ndarray:
-    """Routing of two layers, two experts each, that says whose it is."""
-    token = np.asarray(ids, np.int64).reshape(-1, 1, 1)
-    return (token // np.array([[1, 7], [49, 343]]) % 200).astype(np.uint8)
-
-
-class Scripted:
-    """A SamplerEngine that answers from a table, newest request first, and remembers what it was given."""
-
-    version = 7
-
-    def __init__(self, answers: Callable[[Request], tuple[list[int], FinishReason]]):
-        self.answers = answers
-        self.requests: list[Request] = []
-        self.completions: list[Completion] = []
-        self._waiting: list[Request] = []
-
-    def submit(self, request: Request) -> None:
-        self.requests.append(request)
-        self._waiting.append(request)
-
-    def step(self) -> list[Completion]:
-        request = self._waiting.pop()
-        ids, reason = self.answers(request)
-        n, start = len(ids), 0 if request.routing is None else len(request.routing)
-        rows = rows_of([*request.prompt_ids, *ids][:-1])
-        if request.routing is not None:
-            np.testing.assert_array_equal(request.routing, rows[:start])
-        done = Completion(
-            request_id=request.id,
-            prompt_ids=request.prompt_ids,
-            ids=np.asarray(ids, np.int32),
-            logprobs=-np.arange(1, n + 1, dtype=np.float32) / 3,
-            logprobs_full=-np.arange(1, n + 1, dtype=np.float32) / 5,
-            versions=np.full(n, self.version, np.int32),
-            top_ids=np.zeros((n, 0), np.int32),
-            top_logprobs=np.zeros((n, 0), np.float32),
-            finish_reason=reason,
-            stop_reason=None,
-            prompt_logprobs=None,
-            cached_tokens=len(request.prompt_ids) // 2,
-            prefilled_tokens=len(request.prompt_ids),
-            routing=rows[start:],
-            routing_start=start,
-        )
-        self.completions.append(done)
-        return [done]
-
-    def cancel(self, request_id: str) -> Completion:
-        raise AssertionError("nobody cancels")
 
 
 class Counting:
@@ -105,15 +55,11 @@ class Counting:
         return finish(Reward("right", sum(right) / self.turns))
 
 
-TOKENIZER = ByteTokenizer()
-RENDERER = ChatML(TOKENIZER)
-END = RENDERER.stop_ids[0]
-
-
 def episodes(engine: Scripted, environment: Counting, tasks: int = 2, samples: int = 3, **options: Any) -> list[Rollout]:
     params = SamplingParams(max_tokens=9, temperature=options.pop("temperature", 0.7))
     batch = {"label": options.pop("label", "train-4"), "trainable": options.pop("trainable", True)}
-    running = Episodes(engine, Inline(environment), RENDERER, **{"seed": 3, "max_turns": 3, "max_context": 500, **options})
+    begin = partial(stepping, Inline(environment))
+    running = Episodes(engine, begin, RENDERER, **{"seed": 3, "max_turns": 3, "max_context": 500, **options})
     given = [environment.task(k) for k in range(5, 5 + tasks)]
     return running.finish(running.start(given, samples=samples, params=params, **batch))
 

@@ -15,14 +15,11 @@ from hypothesis import strategies as st
 from inference.errors import ApiError
 from inference.types import Completion, FinishReason, SamplingParams, Tokens
 from rl.columns import read, write
-from rl.histories import Histories
 from rl.messages import CallKind, Message, Tool, ToolCall
-from rl.records import Call, Episode, Node
+from rl.records import Episode, Node
 from rl.renderers import ChatML, Qwen3, Renderer
 from rl.sessions import Asked, Session
-from rl.wire_chat import WIRE as CHAT
-from rl.wire_responses import WIRE as RESPONSES
-from rl.wires import ContextOverflow, Identity, Turn
+from rl.wires import Identity, Turn
 from tests.merging import merging
 
 TOKENIZER = merging()
