@@ -135,7 +135,7 @@ class Sandbox:
             stranger, own = secrets.choice(STRANGERS), []
             user = f"--reuid={stranger} --regid={stranger} --clear-groups"
             # chown, as folders may be deeper than Python goes
-            subprocess.run(["chown", "-hR", f"{stranger}:{stranger}", "--", str(folder)], check=True, env=ENV)
+            _on_host("chown", "-hR", f"{stranger}:{stranger}", "--", str(folder))
         with (
             tempfile.TemporaryDirectory() as root,
             subprocess.Popen(
@@ -224,8 +224,8 @@ def workspace() -> Iterator[Path]:
 def discard(folder: Path) -> None:
     """Removes a folder of a sandbox, however deep and closed it is."""
     if os.getuid():
-        subprocess.run(["chmod", "-R", "u+rwX", "--", str(folder)], env=ENV, stderr=subprocess.DEVNULL)
-    subprocess.run(["rm", "-rf", "--one-file-system", "--", str(folder)], check=True, env=ENV)
+        _on_host("chmod", "-R", "u+rwX", "--", str(folder))
+    _on_host("rm", "-rf", "--one-file-system", "--", str(folder))
 
 
 def read_answer(folder: Path, name: str, most: int = 2**20) -> bytes | None:
@@ -243,6 +243,12 @@ def read_answer(folder: Path, name: str, most: int = 2**20) -> bytes | None:
         return os.read(file, most) if plain else None
     finally:
         os.close(file)
+
+
+def _on_host(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV)
+    if done.returncode:
+        raise OSError(f"sandbox: {command[0]}: {done.stderr.strip()}")
 
 
 def _feed(pipe: IO[bytes], data: bytes) -> None:
