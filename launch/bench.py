@@ -14,6 +14,8 @@ delta  bitwise deltas of realistic weights: size next to the entropy bound, and 
        [--model DIR] [--scale small]
 pause  what an update of a serving engine costs, in each mode (launch/pause.py)
        [--model DIR] [--scale small]
+gateway  what the gateway costs over the bare engine; sessions at once; breaks of histories (launch/gateway_bench.py)
+       [--scale small]
 async  sampling beside training by lag, on a virtual clock: the real loop, buffer and scheduler (launch/asynchrony.py)
        [--law NAME] [--scale small]
 kv     bytes of keys and values (launch/platforms.py)
@@ -28,7 +30,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from launch import aot, asynchrony, delta, pause, platforms, r3, serving, training, tree
+from launch import aot, asynchrony, delta, gateway_bench, pause, platforms, r3, serving, training, tree
 from launch.cli import Parser, read_config, run_main, set_up_jax, use_huge_pages
 from rl.config import RunConfig, build
 from rl.loop import evaluate
@@ -91,7 +93,7 @@ def main() -> None:
     command.add_argument("--steps", type=int, default=3)
     benchmarks: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop}
     benchmarks |= {"serve": serving.serve, "train": training.train, "tree": tree.tree, "r3": r3.r3, "delta": delta.delta}
-    benchmarks |= {"pause": pause.pause, "async": asynchrony.asynchrony}
+    benchmarks |= {"pause": pause.pause, "async": asynchrony.asynchrony, "gateway": gateway_bench.gateway}
     serving.add_arguments(names.add_parser("serve"))
     training.add_arguments(names.add_parser("train"))
     tree.add_arguments(names.add_parser("tree"))
@@ -99,6 +101,7 @@ def main() -> None:
     delta.add_arguments(names.add_parser("delta"))
     pause.add_arguments(names.add_parser("pause"))
     asynchrony.add_arguments(names.add_parser("async"))
+    gateway_bench.add_arguments(names.add_parser("gateway"))
     benchmarks |= platforms.add_commands(names) | aot.add_commands(names)
     for each in names.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on the last line")

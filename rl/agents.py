@@ -17,6 +17,7 @@ An agent yields what it waits for:
 
     asks          a list of Ask: the answers, in order; the engine samples them together
     a Future      its result; other episodes, and other agents of this one, go on meanwhile
+    Attach(...)   a session, for a program that talks to a gateway
     parallel(...) with `yield from`: what several agents return, which run beside each other
 
 An ask gives its conversation whole, each time. What of it was sampled before is continued token for token; a history that was
@@ -63,6 +64,14 @@ class Ask:
     def __post_init__(self) -> None:
         object.__setattr__(self, "messages", tuple(self.messages))
         object.__setattr__(self, "tools", tuple(self.tools))
+
+
+@dataclass(frozen=True)
+class Attach:
+    """Yielded for a `rl.sessions.Session` whose record is the episode's, for programs behind a gateway (rl/harness.py)."""
+
+    bridge: Any
+    """the `rl.bridge.Bridge` that its requests come through"""
 
 
 class Limit(Exception):

@@ -13,15 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
-from rl.agents import MAIN, Agent, Ask, ContextOverflow, Limit, TurnsOver
+from rl.agents import MAIN, Agent, Ask, Attach, ContextOverflow, Limit, TurnsOver
+from rl.bridge import Outside
 from rl.conversations import Conversation, Conversations
 from rl.environments import Step, Task
 from rl.graph import Graph
 from rl.histories import Prompt
+from rl.messages import CallKind
 from rl.play import Play, Ticket
 from rl.records import Call, Episode, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import Batch, Rollout, SamplerEngine, sample_seed
+from rl.sessions import Session
 
 
 @dataclass(eq=False)
@@ -84,6 +87,7 @@ class Episodes:
         self.max_context, self.max_turns, self.seconds = max_context, max_turns, seconds
         self._sampling: dict[str, _Flight] = {}
         """by request"""
+        self._outside = Outside(engine)
         self._awaited: list[tuple[Future[Any], _Flight]] = []
         """in the order in which agents began to wait"""
 
@@ -128,11 +132,14 @@ class Episodes:
 
     def poll(self) -> None:
         """A step of the engine, and all that follows from what is there."""
-        if self._sampling:
-            for flight, completion in [(self._sampling.pop(done.request_id), done) for done in self.engine.step()]:
+        self._outside.poll()
+        if self._sampling or self._outside.sampling:
+            own = [done for done in self.engine.step() if not self._outside.done(done)]
+            for flight, completion in [(self._sampling.pop(done.request_id), done) for done in own]:
                 self._sampled(flight, completion)
-        elif self._awaited:  # nothing to do until something that agents wait for is there
-            wait([future for future, _ in self._awaited], timeout=0.05, return_when=FIRST_COMPLETED)
+        elif self._awaited:  # nothing to do until something that agents wait for is there, or asks
+            pause = 0.002 if self._outside else 0.05
+            wait([future for future, _ in self._awaited], timeout=pause, return_when=FIRST_COMPLETED)
         for awaited in [awaited for awaited in self._awaited if awaited[0].done()]:
             self._awaited.remove(awaited)
             self._hand(*awaited)
@@ -152,12 +159,21 @@ class Episodes:
                     self._submit(running, ticket, wanted)
                 except (Limit, ValueError) as error:  # no room for it, or the agent asked for what cannot be
                     self._refuse(running, ticket, error)
+            elif isinstance(wanted, Attach):
+                self._outside.attach(wanted.bridge, running.graph.episode.id, running.rollout.count)
+                play.give(ticket, self._session(running))
             elif wanted.done():
                 self._hand(wanted, _Flight(running, ticket, time.perf_counter()))
             else:
                 self._awaited.append((wanted, _Flight(running, ticket, time.perf_counter())))
         if play.over and not running.over:
             self._end(running)
+
+    def _session(self, running: _Running) -> Session:
+        """Its record is the episode's."""
+        trainable = running.graph.calls[0].trainable
+        kinds: tuple[CallKind, ...] = ("turn",) if trainable else ()
+        return Session(running.graph, self.renderer, running.batch.params, max_context=self.max_context, trainable=kinds)
 
     def _refuse(self, running: _Running, ticket: Ticket, error: Exception) -> None:
         running.refused += 1
@@ -225,11 +241,7 @@ class Episodes:
             return None if running.over else self._abort(running, "abort")
         running.conversations.answered(conversation, prompt, node, message)
         running.reason = completion.finish_reason.value
-        rollout.turns += 1
-        rollout.prompt_tokens += len(completion.prompt_ids)
-        rollout.cached_tokens += completion.cached_tokens
-        rollout.sampled_tokens += len(completion.ids)
-        rollout.computed_tokens += completion.prefilled_tokens + len(completion.ids)
+        rollout.count(completion)
         started = time.perf_counter()
         running.play.give(flight.ticket, message)
         rollout.environment_s += time.perf_counter() - started
@@ -273,6 +285,7 @@ class Episodes:
     def _over(self, running: _Running, status: EpisodeStatus, reason: str, **changes: Any) -> None:
         rollout = running.rollout
         running.play.close()
+        self._outside.leave(rollout.graph.episode.id)
         times = {"generate_s": rollout.generate_s, "environment_s": rollout.environment_s}
         rollout.graph.finish(status, stop_reason=reason, **times, **changes)
         running.batch.running.remove(rollout.graph.episode.id)

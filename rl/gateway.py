@@ -55,7 +55,8 @@ class Turned(Answer):
 
     async def ready(self) -> None:
         if not self._mine:
-            await asyncio.wrap_future(self._asked.done)
+            # shielded, as this client may leave while the other one waits on
+            await asyncio.shield(asyncio.wrap_future(self._asked.done))
 
     def add(self, index: int, part: Tokens) -> list[Event]:
         super().add(index, part)

@@ -14,6 +14,7 @@ A node holds the ids that it adds to its parent's path; a branch is a root-to-le
   weighs 1/n on each, so that it is trained once, and the weights add up to the count of sampled tokens.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -35,6 +36,15 @@ class Graph:
         self.calls = list(calls)
         self.nodes: list[Node] = []
         self._requests: dict[str, int] = {}
+        self._children: dict[int | None, list[int]] = {}
+        self._newest: list[int] = []
+        """of each node: the version of the last sampled id on its path, or -1"""
+
+    def snapshot(self) -> "Graph":
+        """The graph as it is now; to be read, and not to be added to."""
+        graph = copy.copy(self)
+        graph.nodes, graph.calls = list(self.nodes), list(self.calls)
+        return graph
 
     def path(self, node_id: int | None) -> list[int]:
         """Node ids from the root to this node."""
@@ -73,7 +83,7 @@ class Graph:
         """
         if not ids:
             raise ValueError("ids: a request needs at least one token")
-        ids = tuple(int(token) for token in ids)
+        ids = tuple(ids)
         length, parent = self._longest(ids)
         if parent is not None and length == len(ids):
             return parent
@@ -82,7 +92,7 @@ class Graph:
             parent=parent,
             call=call,
             kind=kind,
-            ids=ids[length:],
+            ids=tuple(map(int, ids[length:])),
             mask=(False,) * (len(ids) - length),
             messages=tuple(messages),
         )
@@ -156,11 +166,8 @@ class Graph:
     def supersede(self, node_id: int) -> None:
         """Of several answers of a call to one question that nothing follows, only this one counts: the others are retried."""
         mine = self.nodes[node_id]
-        later = self.nodes[0 if mine.parent is None else mine.parent :]
-        followed = {other.parent for other in later}
-        for other in later:
-            same = other.parent == mine.parent and other.call == mine.call and other.kind == "sampled" and other.id != node_id
-            if same and self._open(other.id) and other.id not in followed:
+        for other in (self.nodes[i] for i in self._children[mine.parent] if i != node_id):
+            if other.call == mine.call and other.kind == "sampled" and self._open(other.id) and other.id not in self._children:
                 self.mark(other.id, "retried")
 
     def finish(self, status: EpisodeStatus, *, rewards: Sequence[Reward] = (), **changes: Any) -> None:
@@ -175,11 +182,16 @@ class Graph:
             call: only what this call sampled has weight, and only branches with any of it are there.
         """
         values = [advantage] * len(self.calls) if isinstance(advantage, int | float) else advantage
-        kept = [all(self._open(i) for i in self.path(node.id)) for node in self.nodes]
+        kept: list[bool] = []
+        for node in self.nodes:  # parents come before their children
+            kept.append(self._open(node.id) and (node.parent is None or kept[node.parent]))
         sampled = [node.id for node in self.nodes if kept[node.id] and any(node.mask) and self.calls[node.call].trainable]
-        inner = {i for leaf in sampled for i in self.path(leaf)[:-1]}
-        paths = [self.path(leaf) for leaf in sampled if leaf not in inner]
-        passing = [sum(node.id in path for path in paths) for node in self.nodes]
+        passing, paths = [0] * len(self.nodes), list[list[int]]()
+        for leaf in reversed(sampled):  # children come before their parents
+            if not passing[leaf]:
+                paths.insert(0, self.path(leaf))
+                for i in paths[0]:
+                    passing[i] += 1
         if call is not None:
             paths = [path for path in paths if any(self.nodes[i].call == call and any(self.nodes[i].mask) for i in path)]
         return [self._branch(path, passing, values, call) for path in paths]
@@ -217,18 +229,17 @@ class Graph:
 
         Of equal ones that with more sampled ids, then the oldest.
         """
-        best: tuple[int, int, int | None] = (0, 0, None)
-        ends: dict[int | None, tuple[int, int]] = {None: (0, 0)}  # node -> (ids, sampled ids) on its path
-        for node in self.nodes:  # parents come before their children
-            if node.parent not in ends or not self._open(node.id):
-                continue
-            begin, sampled = ends[node.parent]
-            end = begin + len(node.ids)
-            if ids[begin:end] == node.ids:
-                ends[node.id] = (end, sampled + sum(node.mask))
-                if ends[node.id] > best[:2]:
-                    best = (*ends[node.id], node.id)
-        return best[0], best[2]
+        best: tuple[int, int, int] = (0, 0, 0)  # ids, sampled ids, minus the node
+        todo: list[tuple[int | None, int, int]] = [(None, 0, 0)]
+        while todo:
+            parent, begin, sampled = todo.pop()
+            for child in self._children.get(parent, ()):
+                node = self.nodes[child]
+                end = begin + len(node.ids)
+                if self._open(child) and ids[begin:end] == node.ids:
+                    todo.append((child, end, sampled + sum(node.mask)))
+                    best = max(best, (end, todo[-1][2], -child))
+        return best[0], -best[2] if best[0] else None
 
     def _commit(self, node: Node) -> int:
         """Adds a node after checking the rules of records.md that can be seen from here."""
@@ -240,13 +251,14 @@ class Graph:
             f"{len(node.versions)} versions"
         )
         assert all(math.isfinite(x) for x in (*node.logprobs, *node.logprobs_full)), "a log-prob is not finite"
-        seen = [version for i in self.path(node.parent) for version in self.nodes[i].versions]
-        stream = [*seen, *node.versions]
+        stream = [-1 if node.parent is None else self._newest[node.parent], *node.versions]
         assert stream == sorted(stream), f"versions decrease: {stream}"
         assert all(version >= 0 for version in node.versions), f"a sampled id has no version: {node.versions}"
         if node.routing is not None:
             self._check_rows(node, node.routing)
         self.nodes.append(node)
+        self._newest.append(stream[-1])
+        self._children.setdefault(node.parent, []).append(node.id)
         if node.request_id is not None:
             self._requests[node.request_id] = node.id
         return node.id

@@ -2,7 +2,7 @@
 
 * A conversation (tools, then messages) is named by a digest of what it means (rl/messages.py), so that markers, the order of
   keys in arguments and the like do not matter. Of sampled turns of one meaning, that whose name a client has sent back counts,
-  else the last one.
+  else the agent's own, else the last one.
 * The ids of the longest history that ends in a sampled turn stay, and what follows is put behind them. An assistant's turn that
   was not sampled so (rewritten, repaired, the client's own) is prompt.
 * Where nothing fits (a new conversation, a compacted one, a sub-agent, a template that strips thinking) all is rendered.
@@ -48,8 +48,11 @@ class Histories:
         if name:
             self._named[name] = node
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = (), call: int | None = None) -> Prompt:
         """The ids to sample after.
+
+        Args:
+            call: whose turns come before those of others of the same meaning.
 
         Raises:
             ValueError: the renderer has no form for these messages.
@@ -58,7 +61,7 @@ class Histories:
         for message in messages:
             links.append(chain(links[-1], message))
         for i in range(len(messages), 0, -1):
-            node = self._node(links[i], messages[i - 1]) if messages[i - 1]["role"] == "assistant" else None
+            node = self._node(links[i], messages[i - 1], call) if messages[i - 1]["role"] == "assistant" else None
             if node is None:
                 continue
             ids = self._go_on(self.graph.path_ids(node), messages, i, tools)
@@ -67,13 +70,14 @@ class Histories:
             return Prompt(ids, messages[i:], True, tools, links[-1])
         return Prompt(self.renderer.render(messages, tools), messages, False, tools, links[-1])
 
-    def _node(self, digest: bytes, message: Message) -> int | None:
+    def _node(self, digest: bytes, message: Message, call: int | None) -> int | None:
         """Of a sampled turn. One that another had superseded counts again: it is the one that the client has chosen."""
         nodes = [node for node in self._said.get(digest, ()) if self.graph.nodes[node].status != "abandoned"]
         if not nodes:
             return None
         named = self._named.get(message.get("id", ""))
-        node = named if named in nodes else nodes[-1]
+        own = [node for node in nodes if self.graph.nodes[node].call == call]
+        node = named if named in nodes else (own or nodes)[-1]
         if self.graph.nodes[node].status == "retried":
             self.graph.mark(node, "live" if self.graph.nodes[node].finish_reason == "stop" else "cut")
             self.graph.supersede(node)

@@ -10,13 +10,14 @@ from rl.compacting import Tally
 from rl.environments import AgentEnvironment, Arithmetic, Environment, ReasoningGym
 from rl.recursive import Halves
 
-ENVIRONMENTS: dict[str, Callable[..., Environment | AgentEnvironment]] = {
+ENVIRONMENTS: dict[str, Callable[..., Environment | AgentEnvironment] | str] = {
     "reasoning_gym": ReasoningGym,
     "arithmetic": Arithmetic,
     "calculator": Calculator,
     "coding": Coding,
     "tally": Tally,
     "halves": Halves,
+    "harness": "rl.harness:Harness",  # a server comes with it
 }
 
 
@@ -26,15 +27,14 @@ def make(kind: str, options: Mapping[str, Any]) -> Environment | AgentEnvironmen
     Raises:
         ValueError: there is no such kind, or it refuses the options.
     """
-    module, colon, name = kind.partition(":")
-    if colon:
+    made = ENVIRONMENTS.get(kind, kind)
+    if isinstance(made, str) and ":" in made:
+        module, _, name = made.partition(":")
         try:
-            made: Callable[..., Environment | AgentEnvironment] = getattr(importlib.import_module(module), name)
+            made = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"environment.kind: {kind!r} cannot be imported ({error}); it is MODULE:CLASS") from error
-    elif kind in ENVIRONMENTS:
-        made = ENVIRONMENTS[kind]
-    else:
+    if isinstance(made, str):
         raise ValueError(f"environment.kind: {kind!r} is unknown; use one of {sorted(ENVIRONMENTS)}, or MODULE:CLASS")
     try:
         return made(**options)

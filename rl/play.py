@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rl.agents import Agent, Ask, Beside
+from rl.agents import Agent, Ask, Attach, Beside
 from rl.environments import Step
 
 
@@ -40,7 +40,7 @@ class Play:
     """
 
     def __init__(self, agent: Agent[Step]):
-        self.wanted: deque[tuple[Ticket, Ask | Future[Any]]] = deque()
+        self.wanted: deque[tuple[Ticket, Ask | Attach | Future[Any]]] = deque()
         self.over, self.step = False, Step(done=False)
         self.error: Exception | None = None
         self._threads: list[_Thread] = []
@@ -85,11 +85,13 @@ class Play:
 
     def _want(self, thread: _Thread, waits: Any) -> None:
         """Raises TypeError for what no agent can wait for."""
-        thread.single = isinstance(waits, Future)
+        thread.single = isinstance(waits, Future | Attach)
         several: Sequence[Any] = [waits] if thread.single else waits.agents if isinstance(waits, Beside) else waits
         asks = isinstance(several, list | tuple) and all(isinstance(one, Ask) for one in several)
         if not (thread.single or isinstance(waits, Beside) or asks):
-            raise TypeError(f"an agent yields a list of Ask, a Future or, with `yield from`, parallel(...), not {waits!r:.200}")
+            raise TypeError(
+                f"an agent yields a list of Ask, a Future, Attach, or `yield from`s parallel(...), not {waits!r:.200}"
+            )
         if not several:
             raise TypeError("an agent yields at least one Ask, or agents to run")
         thread.got, thread.missing = [None] * len(several), len(several)

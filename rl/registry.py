@@ -5,10 +5,11 @@ when it is finished, and when the gateway ends. One that nobody has used for lon
 let go; if its name comes again, that is another episode, NAME~2.
 """
 
-import hmac
+import hashlib
 import json
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from inference.errors import ApiError
 from inference.types import SamplingParams
 from rl.columns import write
 from rl.environments import Reward
+from rl.graph import Graph
 from rl.records import Episode, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import sample_seed
@@ -57,6 +59,7 @@ class Sessions:
         self.client_sampling, self.seed = client_sampling, seed
         self._sessions: dict[str, Session] = {}
         self._keys: dict[bytes, str] = {}
+        """digest of a key -> session: the time that it takes to look one up tells nothing about a key"""
         self._finished: set[str] = set()
         self._lock = threading.RLock()
         self._closing = threading.Event()
@@ -72,8 +75,7 @@ class Sessions:
     def owner(self, key: bytes) -> str | None:
         """The session that a key opens."""
         with self._lock:
-            found = [name for known, name in self._keys.items() if hmac.compare_digest(known, key)]
-        return found[0] if found else None
+            return self._keys.get(_digest(key))
 
     def of(self, path_name: str | None, key: bytes, who: Identity) -> Session:
         """The session that a request belongs to; a new one where there is none of that name.
@@ -112,9 +114,29 @@ class Sessions:
             if name in self._sessions or name in self._finished or self._file(name).exists():
                 raise ApiError(f"name: there is a session {name!r} already; choose another", status=409, param="name")
             self._make(name, fields)
-            key = f"tx-{secrets.token_urlsafe(24)}"
-            self._keys[key.encode()] = name
-            return name, key
+            return name, self._new_key(name)
+
+    def adopt(self, session: Session) -> str:
+        """Takes in a session that somebody else has made, and writes; returns the key that opens it until it is dropped."""
+        with self._lock:
+            name = session.graph.episode.id
+            self._sessions[name] = session
+            return self._new_key(name)
+
+    def drop(self, session: Session) -> None:
+        """Lets nobody into an adopted session any more."""
+        with self._lock:
+            name = session.graph.episode.id
+            self._sessions.pop(name, None)
+            self._forget_keys(name)
+
+    def _new_key(self, name: str) -> str:
+        key = f"tx-{secrets.token_urlsafe(24)}"
+        self._keys[_digest(key.encode())] = name
+        return key
+
+    def _forget_keys(self, name: str) -> None:
+        self._keys = {key: owner for key, owner in self._keys.items() if owner != name}
 
     def finish(
         self, name: str, status: EpisodeStatus, rewards: Sequence[Reward] = (), reason: str = "finished"
@@ -155,7 +177,7 @@ class Sessions:
         plain: dict[str, Any] = {"env": "gateway", "key": 0, "content_hash": "", "group_id": name, "seed": 0} | fields
         plain["seed"] = sample_seed(self.seed, plain["seed"], own)
         self._sessions[name] = Session(
-            Episode(id=own, **plain),
+            Graph(Episode(id=own, **plain)),
             self.renderer,
             self.params,
             max_context=self.max_context,
@@ -167,7 +189,7 @@ class Sessions:
 
     def _end(self, name: str, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
         session = self._sessions.pop(name)
-        self._keys = {key: owner for key, owner in self._keys.items() if owner != name}
+        self._forget_keys(name)
         session.finish(status, rewards, reason)
         self._write(session)
 
@@ -176,17 +198,27 @@ class Sessions:
 
     def _write_often(self) -> None:
         while not self._closing.wait(FLUSH_SECONDS):
-            self.flush()
-            before = time.monotonic() - self.idle_s
-            with self._lock:
-                idle = [name for name, session in self._sessions.items() if session.used < before and not session.running]
-                for name in idle:
-                    self._let_go(name)
+            try:
+                self.flush()
+                self._let_go_idle()
+            except OSError as error:
+                print(f"warning: records were not written, and will be tried again: {error}", file=sys.stderr)
+
+    def _let_go_idle(self) -> None:
+        before = time.monotonic() - self.idle_s
+        with self._lock:
+            idle = [name for name, session in self._sessions.items() if session.used < before and not session.running]
+            for name in idle:
+                self._let_go(name)
 
     def _write(self, session: Session) -> None:
         if self.folder is not None:
             with session.whole() as graph:
                 write(self._file(graph.episode.id), [graph])
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def open_body(raw: bytes) -> dict[str, Any]:

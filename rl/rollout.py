@@ -41,6 +41,14 @@ class Rollout:
     """from submitting to the completion, queue included"""
     environment_s: float = 0.0
 
+    def count(self, completion: Completion) -> None:
+        """Adds an answer of the model to the numbers."""
+        self.turns += 1
+        self.prompt_tokens += len(completion.prompt_ids)
+        self.cached_tokens += completion.cached_tokens
+        self.sampled_tokens += len(completion.ids)
+        self.computed_tokens += completion.prefilled_tokens + len(completion.ids)
+
     @property
     def reward(self) -> float | None:
         return total_reward(self.graph.episode.rewards)

@@ -24,14 +24,38 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
+RELAY = """
+import asyncio, sys
+async def copy(source, sink):
+    try:
+        while data := await source.read(65536):
+            sink.write(data)
+            await sink.drain()
+    except OSError:
+        pass
+    finally:
+        sink.close()
+async def serve(reader, writer):
+    inner, outer = await asyncio.open_unix_connection("/gate")
+    await asyncio.gather(copy(reader, outer), copy(inner, writer))
+async def main():
+    async with await asyncio.start_server(serve, "127.0.0.1", int(sys.argv[1])):
+        process = await asyncio.create_subprocess_exec(*sys.argv[2:])
+        return await process.wait()
+sys.exit(asyncio.run(main()))
+"""
+"""runs a command, and gives it what answers at a socket as a port of its own"""
+PORT = 8000
 TOOLS = ("unshare", "mount", "umount", "pivot_root", "chroot", "env", "setpriv", "prlimit")
 NAMESPACES = ("--mount", "--pid", "--fork", "--net", "--ipc", "--uts", "--kill-child")
+NONE: Mapping[str, str] = MappingProxyType({})
 STRANGERS = range(2**30, 2**31 - 1)
 """ids of users that no machine has"""
 ENV = {"PATH": "/usr/local/bin:/usr/bin:/usr/sbin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -52,6 +76,7 @@ for name in ld.so.cache ld.so.conf passwd group nsswitch.conf alternatives; do
     if [ -f /etc/$name ]; then cp -L /etc/$name etc/$name; fi
     if [ -d /etc/$name ]; then cp -R /etc/$name etc/$name; fi
 done
+{gate}
 for name in null zero urandom; do touch dev/$name; mount --bind /dev/$name dev/$name; done
 mount -t proc -o ro,nosuid,nodev,noexec proc proc
 mount -t tmpfs -o size={tmp_mb}m,mode=1777,nosuid,nodev tmp tmp
@@ -121,11 +146,15 @@ class Sandbox:
                 f"(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns); nothing is run without it"
             )
 
-    def run(self, command: list[str], folder: Path, text: str = "") -> Ran:
+    def run(
+        self, command: Sequence[str], folder: Path, text: str = "", *, gate: Path | None = None, env: Mapping[str, str] = NONE
+    ) -> Ran:
         """Runs a command in the folder, which it sees as /work.
 
         Args:
             text: for its standard input.
+            gate: a Unix socket, the one thing outside that it can reach: as http://127.0.0.1:8000. Needs python3 and ip.
+            env: more variables of its environment.
 
         Raises:
             OSError: the command could not be started; nothing that it did itself.
@@ -136,14 +165,16 @@ class Sandbox:
             user = f"--reuid={stranger} --regid={stranger} --clear-groups"
             # chown, as folders may be deeper than Python goes
             _on_host("chown", "-hR", f"{stranger}:{stranger}", "--", str(folder))
+        if gate is not None:
+            command = ["python3", "-c", RELAY, str(PORT), *command]
         with (
             tempfile.TemporaryDirectory() as root,
             subprocess.Popen(
-                ["unshare", *own, *NAMESPACES, "sh", "-c", self._script(root, folder, user), "sh", *command],
+                ["unshare", *own, *NAMESPACES, "sh", "-c", self._script(root, folder, user, gate), "sh", *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=ENV,
+                env={**ENV, **env},
                 start_new_session=True,
             ) as process,
         ):
@@ -174,7 +205,7 @@ class Sandbox:
         middle = f"\n[{left_out} bytes are left out]\n".encode() if left_out else b""
         return (first + middle + last).decode(errors="replace")
 
-    def _script(self, root: str, folder: Path, user: str) -> str:
+    def _script(self, root: str, folder: Path, user: str, gate: Path | None) -> str:
         limits = {
             "as": self.memory_mb * 2**20,
             "nproc": self.processes,
@@ -187,6 +218,7 @@ class Sandbox:
             root=shlex.quote(root),
             stands=shlex.quote(STANDS),
             user=user,
+            gate="" if gate is None else f"ip link set lo up; touch gate; mount --bind {shlex.quote(str(gate))} gate",
             folder=shlex.quote(str(folder.resolve())),
             readable=" ".join(map(shlex.quote, self.readable)),
             tmp_mb=self.file_mb,

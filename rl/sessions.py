@@ -26,7 +26,7 @@ from rl.environments import Reward
 from rl.graph import Graph
 from rl.histories import Histories
 from rl.messages import CallKind, Message, Tool, canonical
-from rl.records import Call, Episode, EpisodeStatus
+from rl.records import Call, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import sample_seed
 from rl.wires import ContextOverflow, Identity, Turn, new_name
@@ -57,7 +57,7 @@ class Session:
     """One root conversation and all that its agents ask: an episode.
 
     Args:
-        episode: its record; the seed of all noise is in it.
+        graph: its record; the seed of all noise is its episode's.
         params: of every request; what a client asks for is `limited` to them.
         max_context: most tokens of a request with its answer.
         client_sampling: whether temperature, top_p and the like are the client's where it sets them, not `params`'.
@@ -66,7 +66,7 @@ class Session:
 
     def __init__(
         self,
-        episode: Episode,
+        graph: Graph,
         renderer: Renderer,
         params: SamplingParams,
         *,
@@ -74,14 +74,14 @@ class Session:
         client_sampling: bool = False,
         trainable: Sequence[CallKind] = ("turn",),
     ) -> None:
-        self.graph = Graph(episode)
+        self.graph = graph
         self.renderer, self.params, self.max_context = renderer, params, max_context
         self.client_sampling, self.trainable = client_sampling, tuple(trainable)
         self.notes: dict[str, None] = {}
         """what clients asked for and did not get"""
         self.asked = 0
         self.breaks = 0
-        """requests of an agent that do not go on from its last answer, token for token"""
+        """histories of an agent that do not go on from its last answer, token for token"""
         self._calls: dict[tuple[str, CallKind, bool], int] = {("main", "turn", True): 0}
         self._histories = Histories(self.graph, renderer)
         self._answers: dict[bytes, Asked] = {}
@@ -89,8 +89,11 @@ class Session:
         self._keys: dict[int, bytes] = {}
         self._last: dict[int, int] = {}
         """call -> what was sampled last in it"""
+        self._prompts: set[tuple[int, int]] = set()
+        """(call, node) that were asked for: again, they are no break"""
         self._running: set[str] = set()
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self.used = time.monotonic()
         self.changed = False
         """since it was last written"""
@@ -110,7 +113,8 @@ class Session:
         with self._lock:
             self._note(*turn.notes)
             params = self._sampling(turn)
-            prompt = self._histories.prompt(turn.messages, turn.tools)
+            own = self._calls.get((who.agent, turn.kind, params.temperature > 0))
+            prompt = self._histories.prompt(turn.messages, turn.tools, own)
             wanted = canonical([who.agent, turn.kind, str(params)])
             key = hashlib.sha256(prompt.digest + wanted.encode("utf-8", "surrogatepass")).digest()
             if key in self._answers:
@@ -122,7 +126,9 @@ class Session:
             call = self._call(who, turn.kind, params.temperature > 0)
             node = self.graph.extend(ids, messages=prompt.new, call=call)
             path = self.graph.path(node)
-            self.breaks += self._last.get(call, path[0]) not in path
+            known = turn.kind != "turn" or (call, node) in self._prompts
+            self.breaks += not known and self._last.get(call, path[0]) not in path
+            self._prompts.add((call, node))
             for followed in path:  # whoever got that answer has gone on
                 self._answers.pop(self._keys.pop(followed, b""), None)
             name = new_name()
@@ -133,7 +139,7 @@ class Session:
                 call,
                 node,
                 Request(
-                    id=name,
+                    id=f"{self.graph.episode.id}#{name}",
                     prompt_ids=tuple(ids),
                     params=replace(params, seed=seed, max_tokens=room),
                     routing=self.graph.routing(node),
@@ -182,10 +188,24 @@ class Session:
 
     @contextmanager
     def whole(self) -> Iterator[Graph]:
-        """The record as it is now, which nothing changes meanwhile; to be written."""
-        with self._lock:
-            self.changed = False
-            yield self.graph
+        """The record as it is now, to be written; who comes later, has a later one and waits. The session goes on meanwhile."""
+        with self._writing:
+            with self._lock:
+                self.changed = False
+                graph = self.graph.snapshot()
+            try:
+                yield graph
+            except BaseException:
+                self.changed = True
+                raise
+
+    def settle(self, seconds: float = 30.0) -> None:
+        """Waits until no answer is on its way. TimeoutError if that takes too long."""
+        end = time.monotonic() + seconds
+        while self._running:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{len(self._running)} requests have not ended")
+            time.sleep(0.005)
 
     def finish(self, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
         with self._lock:
@@ -213,7 +233,7 @@ class Session:
         whole = tokens if isinstance(tokens, Completion) else None
         return self.graph.add_completion(
             asked.node,
-            request_id=asked.name,
+            request_id=asked.request.id,
             prompt_ids=asked.request.prompt_ids,
             ids=tokens.ids.tolist(),
             logprobs=tokens.logprobs.tolist(),

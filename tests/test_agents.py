@@ -282,7 +282,7 @@ def stepping_once(task: Task) -> Agent[Step]:
         ),
         ([Ask(messages=[{"role": "boss", "content": "x"}])], "ValueError: messages: "),
         ([], "TypeError: an agent yields at least one Ask, or agents to run"),
-        ("text", "TypeError: an agent yields a list of Ask, a Future or, with `yield from`, parallel(...), not 'text'"),
+        ("text", "TypeError: an agent yields a list of Ask, a Future, Attach, or `yield from`s parallel(...), not 'text'"),
         (KeyError("odd"), "KeyError: 'odd'"),
         (None, "TypeError: the agent of an episode returns a Step, not None"),
         (Step(call_rewards={"b": [Reward("r", 1.0)]}), "ValueError: call_rewards: there is no conversation 'b'"),

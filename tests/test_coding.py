@@ -3,7 +3,8 @@
 import json
 import random
 import re
-import threading
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -64,18 +65,18 @@ def write(text: str, path: str = "answer.py") -> str:
     return call("write", path=path, text=text)
 
 
-def play(coding: Any, turns: Callable[[Task], Sequence[str]], *, tasks: int = 1, **options: Any) -> list[Rollout]:
+def play(coding: Any, turns: Callable[[Task], Sequence[str]], *, keys: Sequence[int] = (0,), **options: Any) -> list[Rollout]:
     """Episodes of a policy that says these things, one after the other; then "done"."""
-    said = {key: list(turns(coding.task(key))) for key in range(tasks)}
+    said = {key: list(turns(coding.task(key))) for key in keys}
 
     def answers(request: Request) -> tuple[list[int], FinishReason]:
         episode, _, number = request.id.partition("#")
         mine, turn = said[int(episode.split("/")[2])], int(number)
-        return [*TOKENIZER.encode(mine[turn] if turn < len(mine) else "done"), END], FinishReason.STOP
+        return [*TOKENIZER.encode(mine[turn] if turn < len(mine) else "done", allow_special=True), END], FinishReason.STOP
 
     episodes = Episodes(Scripted(answers), coding.run, RENDERER, seed=1, max_context=20_000, **{"max_turns": 9, **options})
     params = SamplingParams(max_tokens=2000, temperature=1.0)
-    begun = episodes.start([coding.task(key) for key in range(tasks)], samples=1, params=params, label="t", trainable=True)
+    begun = episodes.start([coding.task(key) for key in keys], samples=1, params=params, label="t", trainable=True)
     return episodes.finish(begun)
 
 
@@ -96,13 +97,10 @@ def solution(task: Task) -> str:
 
 def test_a_right_solution_has_all_of_it(coding: Coding) -> None:
     """Of every family, as one would write it who has read the task and nothing else."""
-    keys = [
-        key for key in range(60) if coding.task(key).data["family"] not in {coding.task(k).data["family"] for k in range(key)}
-    ]
-    assert {coding.task(key).data["family"] for key in keys} == FAMILIES.keys()
-    rollouts = play(
-        coding, lambda task: [write(solution(task)), call("shell", command="python3 -c 'import answer'")], tasks=max(keys) + 1
-    )
+    first = {coding.task(key).data["family"]: key for key in reversed(range(60))}
+    assert first.keys() == FAMILIES.keys()
+    check = call("shell", command="python3 -c 'import answer'")
+    rollouts = play(coding, lambda task: [write(solution(task)), check], keys=tuple(first.values()))
     for rollout in rollouts:
         assert scores(rollout) == {"passed": 1.0, "ran": 1.0} and rollout.reward == 1.5, rollout.task
         assert told(rollout) == ["wrote answer.py", "[exit status 0]"]
@@ -128,22 +126,26 @@ def test_wrong_ones_have_what_they_earn(coding: Coding) -> None:
 
 
 CHEAT = """
-import gc, glob, json, os, sys
-found = str([o for o in gc.get_objects() if isinstance(o, (str, list, dict))]) + str(sys.argv) + str(os.environ)
-for name in glob.glob('/**', recursive=True) + glob.glob('/proc/*/*'):
-    try: found += open(name).read(10**6) if 'usr' not in name else ''
-    except Exception: pass
-def solve(*arguments):
-    class Equal:
-        def __eq__(self, other): return True
-    return found[-10**5:] if 'RIGHT' in found else True
+import json
+class Equal:
+    def __eq__(self, other): return True
+def solve(*arguments): return Equal()
 json.dumps = lambda *a, **k: '[true]'
 open('/work/results', 'w').write('[true]' + chr(10))
 print('[true]')
 """
 
 
-def test_attacks_earn_nothing_and_harm_nothing(coding: Coding, tmp_path: Path) -> None:
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where folders are made."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_attacks_earn_nothing_and_harm_nothing(coding: Coding, tmp_path: Path, temporary: Path) -> None:
     """Links out of the folder, tests that are looked for, commands that destroy what they can."""
     (tmp_path / "right.py").write_text("def solve(*x): raise SystemExit('read')")
     (tmp_path / "secret").write_text("s3cret")
@@ -157,36 +159,33 @@ def test_attacks_earn_nothing_and_harm_nothing(coding: Coding, tmp_path: Path) -
         [call("shell", command="head -c 2000000 /dev/zero > answer.py")],
         [write(CHEAT)],
     ]
-    before = sorted(Path("/tmp").glob("twinax-*"))
     for attack in attacks:
         [rollout] = play(coding, lambda task, attack=attack: attack)
         assert scores(rollout)["passed"] == 0.0, attack
-        assert "s3cret" not in str(told(rollout))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["right.py", "secret"]
-    assert sorted(Path("/tmp").glob("twinax-*")) == before  # no folder is left
+        assert told(rollout) and "s3cret" not in str(told(rollout))
+        assert not list(temporary.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["right.py", "secret", "temporary"]
 
 
 def test_what_is_wrong_with_calls_comes_back_as_text(coding: Coding) -> None:
     said = [
         '<tool_call>{"name": "shell", "arguments": {"command": "echo hidden"}',
-        call("look", command="x") + call("shell", cmd="x"),
-        call("shell", command=["ls"]),
+        call("look", command="x") + call("shell", command=["ls"]),
+        call("shell", cmd="x"),
     ]
     [rollout] = play(coding, lambda task: said)
     answers = told(rollout)
-    assert len(answers) == 4 and all(text.startswith("error: ") for text in answers), answers
+    assert len(answers) == 3 and all(text.startswith("error: ") for text in answers), answers
     assert "this is no call" in answers[0] and said[0] in answers[0] and "there is no tool 'look'" in answers[1]
-    assert (
-        "command must be a text" in answers[3] and rollout.turns == 4
-    )  # four calls are all it may make, then it is asked no more
+    assert "command must be a text" in answers[2] and rollout.turns == 3  # it has made all the calls that it may
     assert garbled({"role": "assistant", "content": "no < call > at all"}) is None
 
 
 def test_calls_and_turns_are_limited_and_what_there_is_counts(coding: Coding) -> None:
     right = solution(coding.task(0))
-    many = call("shell", command="echo 1") * 3 + write(right) + write("def solve(x): pass")
-    [rollout] = play(coding, lambda task: [many, write("def solve(x): pass")])
-    assert scores(rollout)["passed"] == 1.0 and len(told(rollout)) == 4 and rollout.turns == 1
+    many = call("shell", command="echo 1") * 2 + write(right) + write("def solve(x): pass", "other.py")
+    [rollout] = play(coding, lambda task: [many + write("def solve(x): pass"), write("def solve(x): pass")])
+    assert scores(rollout)["passed"] == 1.0 and rollout.turns == 1
     [rollout] = play(coding, lambda task: [write(right), write("def solve(x): pass")], max_turns=1)
     assert scores(rollout)["passed"] == 1.0
 
@@ -202,28 +201,24 @@ def test_a_sandbox_that_fails_is_no_reward_of_zero(coding: Coding, monkeypatch: 
     assert (episode.status, episode.error, rollout.reward) == ("failed", "OSError: no more processes", None)
 
 
-def test_an_episode_that_is_ended_while_a_command_runs_leaves_nothing(coding: Coding) -> None:
-    before = sorted(Path("/tmp").glob("twinax-*"))
+def test_an_episode_that_is_ended_while_a_command_runs_leaves_nothing(coding: Coding, temporary: Path) -> None:
     agent = coding.run(coding.task(0))
     next(agent)
-    waits: Any = agent.send(
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "1", "name": "shell", "arguments": json.dumps({"command": "sleep 0.5; echo end"})}],
-        }
-    )
+    calls = [{"id": "1", "name": "shell", "arguments": json.dumps({"command": "sleep 0.5; echo end"})}]
+    waits: Any = agent.send([{"role": "assistant", "content": "", "tool_calls": calls}])
     assert isinstance(waits, Future)
-    agent.close()
-    assert waits.result(20)["content"].startswith("end")
-    done = threading.Event()
-    waits.add_done_callback(lambda _: done.set())  # after the one that removes the folder
-    assert done.wait(20)
-    for _ in range(200):
-        if sorted(Path("/tmp").glob("twinax-*")) == before:
+    for _ in range(1000):
+        if waits.running():
             break
-        threading.Event().wait(0.05)
-    assert sorted(Path("/tmp").glob("twinax-*")) == before
+        time.sleep(0.01)
+    agent.close()
+    assert list(temporary.iterdir())  # something works in it
+    assert waits.result(20)["content"].startswith("end")
+    for _ in range(1000):
+        if not list(temporary.iterdir()):
+            break
+        time.sleep(0.01)
+    assert not list(temporary.iterdir())
 
 
 def test_tasks(coding: Coding) -> None:

@@ -1,0 +1,117 @@
+"""From a gateway's thread to the engine of a run, which only the run's own loop may touch: a front of `inference.api.Door`."""
+
+import asyncio
+import queue
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from inference.types import Completion, Request, Tokens
+from inference.updates import Acknowledgement, Update
+from rl.remote import nothing
+from rl.rollout import SamplerEngine
+
+
+class Passing(NamedTuple):
+    """A request on its way to the engine, and where its completion goes."""
+
+    request: Request
+    give: Callable[[Completion], None]
+
+
+class Bridge:
+    """`stream` waits in the gateway's loop; the run takes what has come with `take`, and gives each completion back."""
+
+    engine = None
+
+    def __init__(self) -> None:
+        self.version = 0
+        """of the engine's weights, as far as it is known here"""
+        self._asked: queue.SimpleQueue[Passing] = queue.SimpleQueue()
+        self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    async def stream(self, request: Request) -> AsyncGenerator[Tokens | Completion, None]:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Completion] = loop.create_future()
+
+        def give(completion: Completion) -> None:
+            with suppress(RuntimeError):  # the gateway has ended
+                loop.call_soon_threadsafe(lambda: done.done() or done.set_result(completion))
+
+        self._asked.put(Passing(request, give))
+        try:
+            yield await done
+        finally:
+            if not done.done() or done.cancelled():
+                self._gone.put(request.id)
+
+    def take(self) -> list[Passing]:
+        """Requests that have come."""
+        return [self._asked.get_nowait() for _ in range(self._asked.qsize())]
+
+    def gone(self) -> list[str]:
+        """Ids of requests that nobody waits for any more."""
+        return [self._gone.get_nowait() for _ in range(self._gone.qsize())]
+
+    async def update(self, prepare: Callable[[], Update]) -> Acknowledgement:
+        raise AssertionError("the run updates its engines itself")
+
+
+class Outside:
+    """What came through bridges, on the engine of a run's episodes. Request ids are EPISODE#NAME."""
+
+    def __init__(self, engine: SamplerEngine) -> None:
+        self.engine = engine
+        self._bridges: set[Bridge] = set()
+        self._members: dict[str, Callable[[Completion], None]] = {}
+        """episode -> who counts its completions"""
+        self._in_flight: dict[str, Passing] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any episode is asked for from outside."""
+        return bool(self._members)
+
+    @property
+    def sampling(self) -> bool:
+        return bool(self._in_flight)
+
+    def attach(self, bridge: Bridge, episode: str, count: Callable[[Completion], None]) -> None:
+        self._bridges.add(bridge)
+        self._members[episode] = count
+
+    def poll(self) -> None:
+        """Takes in what has come, and cancels what nobody waits for."""
+        for bridge in self._bridges:
+            bridge.version = self.engine.version
+            for passing in bridge.take():
+                if _episode(passing.request.id) not in self._members:  # it is over
+                    passing.give(nothing(passing.request))
+                    continue
+                self._in_flight[passing.request.id] = passing
+                self.engine.submit(passing.request)
+            for name in bridge.gone():
+                self._cancel(name)
+
+    def done(self, completion: Completion) -> bool:
+        """Hands a completion back, if it was asked for from outside."""
+        passing = self._in_flight.pop(completion.request_id, None)
+        if passing is None:
+            return False
+        self._members[_episode(completion.request_id)](completion)
+        passing.give(completion)
+        return True
+
+    def leave(self, episode: str) -> None:
+        """Of an episode that is over: what it still asks for is cancelled."""
+        self._members.pop(episode, None)
+        for name in [name for name in self._in_flight if _episode(name) == episode]:
+            self._cancel(name)
+
+    def _cancel(self, name: str) -> None:
+        passing = self._in_flight.pop(name, None)
+        if passing is not None:
+            passing.give(self.engine.cancel(name))
+
+
+def _episode(request: str) -> str:
+    return request.rpartition("#")[0]

@@ -1,0 +1,148 @@
+"""Agent programs as agents of a run: an unmodified program plays the tasks of an environment, shut in a sandbox.
+
+    config.environment = {
+        "kind": "harness",
+        "options": {
+            "tasks": "reasoning_gym", "task_options": {"dataset": "chain_sum"},
+            "command": ["python3", "/work/agent.py"], "files": {"agent.py": "..."},
+        },
+    }
+
+The program gets the task's last message on standard input, its files in /work, and the model at OPENAI_BASE_URL and
+ANTHROPIC_BASE_URL (http://127.0.0.1:8000), with OPENAI_API_KEY and ANTHROPIC_API_KEY of a session that is the episode's record
+(rl/sessions.py). It reaches nothing else. When it has ended, the environment scores the last turn of its main conversation. A
+program that takes too long, or ends before it has asked anything, fails its episode, which then has no reward.
+"""
+
+import importlib
+import os
+import secrets
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from inference.answers import Served
+from inference.protocol import Limits
+from inference.types import SamplingParams
+from rl.agents import Agent, Attach
+from rl.bridge import Bridge
+from rl.environments import Environment, Step, Task
+from rl.gateway import Gateway
+from rl.messages import Message
+from rl.registry import Sessions
+from rl.sandbox import PORT, Ran, Sandbox, workspace
+from rl.sessions import Session
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class LocalGateway:
+    """A gateway on a Unix socket, in a thread. Only keys of adopted sessions are let in."""
+
+    def __init__(self, session: Session, bridge: Bridge) -> None:
+        uvicorn = importlib.import_module("uvicorn")
+        door_type = importlib.import_module("inference.api").Door
+        tokenizer: Any = vars(session.renderer)["tokenizer"]
+        served = Served(
+            name="policy",
+            tokenizer=tokenizer,
+            max_context=session.max_context,
+            eos_ids=tuple(tokenizer.eos_ids),
+            limits=Limits(),
+            chat=None,
+        )
+        door = door_type(bridge, served, api_key=secrets.token_urlsafe(24))
+        params = SamplingParams(max_tokens=1)
+        self.sessions = Sessions(session.renderer, params, max_context=session.max_context, idle_s=float("inf"))
+        Gateway(door, self.sessions)
+        self._folder = tempfile.TemporaryDirectory(prefix="twinax-")
+        self.path = Path(self._folder.name) / "gate"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(self.path))
+        os.chmod(self.path, 0o666)  # its folder is for this user alone; in the sandbox it is somebody else's
+        self._server = uvicorn.Server(uvicorn.Config(door.app, lifespan="off", log_level="warning", access_log=False))
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), name="gateway", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+        self.sessions.close()
+        self._folder.cleanup()
+
+
+class Harness:
+    """Args:
+    tasks, task_options: the environment whose tasks are played and that scores them; it has `step`.
+    command: of the program.
+    files: name in /work -> text.
+    env: more variables for the program.
+    seconds: that an episode's program may take.
+    readable: folders of this machine that the program may read, such as those that it is installed in.
+    at_once: programs that run at the same time.
+    """
+
+    def __init__(
+        self,
+        tasks: str,
+        command: Sequence[str],
+        *,
+        task_options: Mapping[str, Any] = NOTHING,
+        files: Mapping[str, str] = NOTHING,
+        env: Mapping[str, str] = NOTHING,
+        seconds: float = 60.0,
+        memory_mb: int = 2048,
+        processes: int = 128,
+        readable: Sequence[str] = (),
+        at_once: int = 16,
+    ) -> None:
+        make: Callable[..., Any] = importlib.import_module("rl.kinds").make
+        self.tasks: Environment = make(tasks, task_options)
+        if not hasattr(self.tasks, "step"):
+            raise ValueError(f"tasks: {tasks!r} drives conversations of its own; take an environment with `step`")
+        for name in files:
+            if Path(name).name != name:
+                raise ValueError(f"files: {name!r} must be a plain file name")
+        self.name = f"harness/{self.tasks.name}"
+        self.command, self.files, self.env = tuple(command), dict(files), dict(env)
+        self._sandbox = Sandbox(seconds=seconds, memory_mb=memory_mb, processes=processes, file_mb=64, readable=tuple(readable))
+        self._bridge = Bridge()
+        self._gateway: LocalGateway | None = None
+        self._pool = ThreadPoolExecutor(at_once, "harness")
+
+    def task(self, key: int) -> Task:
+        return replace(self.tasks.task(key), env=self.name)
+
+    def run(self, task: Task) -> Agent[Step]:
+        session: Session = yield Attach(self._bridge)
+        if self._gateway is None:
+            self._gateway = LocalGateway(session, self._bridge)
+        sessions, key = self._gateway.sessions, self._gateway.sessions.adopt(session)
+        try:
+            ran: Ran = yield self._pool.submit(self._play, task, key, self._gateway.path)
+            sessions.drop(session)
+            yield self._pool.submit(session.settle)
+        finally:
+            sessions.drop(session)
+        if ran.code is None:
+            raise TimeoutError(f"the program took longer than {self._sandbox.seconds:g} s: {ran.output}")
+        said = [node for node in session.graph.nodes if node.kind == "sampled" and node.status in ("live", "cut")]
+        own = [node for node in said if session.graph.calls[node.call].agent == "main"]
+        if not own:
+            raise RuntimeError(f"the program has ended with status {ran.code} and has asked nothing: {ran.output}")
+        answer: Message = {"role": "assistant", "content": own[-1].messages[0]["content"]}
+        return replace(self.tasks.step(task, [*task.messages, answer]), done=True, messages=())
+
+    def _play(self, task: Task, key: str, gate: Path) -> Ran:
+        url = f"http://127.0.0.1:{PORT}"
+        env = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
+        with workspace() as folder:
+            for name, text in self.files.items():
+                (folder / name).write_text(text)
+            return self._sandbox.run(self.command, folder, task.messages[-1]["content"], gate=gate, env={**env, **self.env})
