@@ -173,17 +173,10 @@ class Door:
 
     def check_key(self, request: Request) -> None:
         """Refuses, with an ApiError, who may not come in."""
-        self.check_host(request)
-        if self._key is not None and not hmac.compare_digest(given_key(request), self._key):
-            raise ApiError("the API key is missing or wrong; send it as bearer token", status=401, code="invalid_api_key")
+        check_key(request, self._key)
 
     def check_host(self, request: Request) -> None:
-        host = request.url.hostname
-        if self._key is None and host not in ("localhost", "127.0.0.1", "::1"):
-            # A web page whose name was made to point here is of the same origin, so a browser lets it read the answers.
-            raise ApiError(
-                f"host: {host!r} is not this machine; call it 127.0.0.1 or localhost, or serve with a key", status=403
-            )
+        check_host(request, self._key)
 
     async def _post(self, route: str, make: Make, request: Request) -> Response:
         return await self.post(route, make, request, self.check_key)
@@ -264,6 +257,21 @@ class Door:
         if self.failure is not None:
             status = f"the engine has failed: {self.failure}"
         return json_response({"status": status, "version": self.front.version}, 200 if status == "ok" else 503)
+
+
+def check_key(request: Request, key: bytes | None) -> None:
+    """Refuses, with an ApiError, who has not the server's key."""
+    check_host(request, key)
+    if key is not None and not hmac.compare_digest(given_key(request), key):
+        raise ApiError("the API key is missing or wrong; send it as bearer token", status=401, code="invalid_api_key")
+
+
+def check_host(request: Request, key: bytes | None) -> None:
+    """Refuses, where there is no key, requests to another name than this machine's own."""
+    host = request.url.hostname
+    if key is None and host not in ("localhost", "127.0.0.1", "::1"):
+        # A web page whose name was made to point here is of the same origin, so a browser lets it read the answers.
+        raise ApiError(f"host: {host!r} is not this machine; call it 127.0.0.1 or localhost, or serve with a key", status=403)
 
 
 def given_key(request: Request) -> bytes:

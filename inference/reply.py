@@ -1,8 +1,9 @@
 """Bodies in, answers out: one JSON object, or server-sent events, for as long as the client is there."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from typing import Any, Literal
 
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
@@ -77,23 +78,13 @@ class Reply(Response):
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._work(send))
-        gone, stop = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._stop.wait())
-        tasks = (work, gone, stop)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                await work  # raises what it raised
-            elif gone.done():
+            ended = await while_wanted(self._work(send), receive, self._stop)
+            if ended == "gone":
                 self._ended("cancelled")
-            else:
-                work.cancel()
-                await asyncio.wait([work])
+            elif ended == "stopped":
                 await self._fail(ApiError("the server is shutting down", status=503), send)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             self._answer.close()
 
     async def _work(self, send: Send) -> None:
@@ -134,6 +125,28 @@ class Reply(Response):
 async def _send(response: Response, send: Send) -> None:
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body})
+
+
+async def while_wanted(
+    work: Coroutine[Any, Any, None], receive: Receive, stop: asyncio.Event
+) -> Literal["done", "gone", "stopped"]:
+    """Runs what answers a request until it is done, the client has gone or the server stops; cancels it in the latter cases.
+
+    Raises: what the work raises.
+    """
+    working = asyncio.create_task(work)
+    gone, stopped = asyncio.create_task(_until_gone(receive)), asyncio.create_task(stop.wait())
+    tasks = (working, gone, stopped)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            await working
+            return "done"
+        return "gone" if gone.done() else "stopped"
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _until_gone(receive: Receive) -> None:

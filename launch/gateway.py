@@ -3,11 +3,15 @@
     python -m launch.gateway --model DIR_OR_HUB_ID   [--config.engine.key=value ...]
     python -m launch.gateway --config configs/NAME.py [--config.key=value ...]
     python -m launch.gateway --model DIR --engine URL    (of a launch.serve of that model)
+    python -m launch.gateway --relay URL                 (of any server that speaks the clients' dialect)
 
 Chat Completions, Responses and Messages; sessions, keys and how to attach programs: rl/README.md. Records are Parquet files of
 message graphs in the folder of --record. Requests are sampled as --temperature says, so that they can be trained on; with
 --client-sampling as clients say. Prints its address on standard output once it answers. SIGTERM: no new requests, those that
 run are finished.
+
+With --relay there is no model here: what clients ask is passed on, and both sides are written down as texts (rl/relay.py). No
+tokens and no log-probs are known of it, so it cannot be trained on token by token.
 """
 
 import argparse
@@ -15,15 +19,17 @@ from pathlib import Path
 
 from inference.answers import Served
 from inference.api import Door
+from inference.protocol import Limits
 from inference.types import SamplingParams
-from launch.cli import Parser, run_main
+from launch.cli import Parser, override, run_main
 from launch.serve import Server, add_arguments, bind, make_door, read_key, settings, start_engine
 from models.hf import resolve
 from models.tokenizer import Tokenizer
-from rl.config import NO_TASKS, EnvironmentSection
+from rl.config import NO_TASKS, EnvironmentSection, build
 from rl.fleet import API_KEY
 from rl.gateway import Gateway
 from rl.registry import Sessions
+from rl.relay import RELAY_KEY, Relay
 from rl.remote_front import RemoteFront
 from rl.renderers import Renderer
 from rl.run import make_renderer
@@ -31,7 +37,10 @@ from rl.run import make_renderer
 
 def main() -> None:
     parser = Parser(__doc__)
-    add_arguments(parser)
+    add_arguments(parser).add_argument("--relay", metavar="URL", help="pass requests on to this server, and write down texts")
+    parser.add_argument(
+        "--relay-key-file", metavar="FILE", help=f"holds the key of that server; or set {RELAY_KEY} (default: clients' own)"
+    )
     parser.add_argument("--engine", metavar="URL", help=f"sample there, not here; its key is in {API_KEY}")
     parser.add_argument("--record", metavar="DIR", default="runs/gateway", help="folder of the records (default: %(default)s)")
     parser.add_argument(
@@ -42,6 +51,9 @@ def main() -> None:
     parser.add_argument("--client-sampling", action="store_true", help="clients set temperature, top_p and the like")
     arguments, rest = parser.parse_known_args()
     key = read_key(arguments.api_key_file)
+    if arguments.relay:
+        relay = make_relay(arguments, rest, key)
+        return Server(relay).run([bind(arguments.host, arguments.port, key)])
     listener = bind(arguments.host, arguments.port, key)
     door, renderer = make(arguments, rest, key)
     sessions = Sessions(
@@ -56,6 +68,17 @@ def main() -> None:
         Server(door).run([listener])
     finally:
         sessions.close()
+
+
+def make_relay(arguments: argparse.Namespace, rest: list[str], key: str | None) -> Relay:
+    values = override({}, rest)
+    limits: Limits = build(Limits, values.pop("server", {}), "config.server")
+    given = [name for name in ("engine", "renderer", "client_sampling", "store", "name") if getattr(arguments, name)]
+    if given or values:
+        first = f"--{given[0].replace('_', '-')}" if given else f"config.{min(values)}"
+        raise ValueError(f"{first}: a relay has no model; leave it out (there is config.server)")
+    upstream = read_key(arguments.relay_key_file, RELAY_KEY, "--relay-key-file")
+    return Relay(arguments.relay, Path(arguments.record), upstream_key=upstream, api_key=key, limits=limits)
 
 
 def make(arguments: argparse.Namespace, rest: list[str], key: str | None) -> tuple[Door, Renderer]:

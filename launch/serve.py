@@ -20,11 +20,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import uvicorn
+from fastapi import FastAPI
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from ml_collections import ConfigDict
@@ -74,8 +75,8 @@ def main() -> None:
     Server(make_door(engine, tokenizer, arguments.name or what.name, what.limits, key, arguments.store)).run([listener])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every server has to know."""
+def add_arguments(parser: argparse.ArgumentParser) -> "argparse._MutuallyExclusiveGroup":
+    """What every server has to know; returns the group of which one must be given."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", metavar="DIR", help="a Hugging Face directory or hub id")
     what.add_argument("--config", metavar="FILE", help="of configs/; --config.key=value overrides a key of it")
@@ -86,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--store", metavar="URL", help="of a weight store: serve its newest version, and take others by /update"
     )
     parser.add_argument("--api-key-file", metavar="FILE", help=f"holds the key that clients must send; or set {API_KEY}")
+    return what
 
 
 class Settings(NamedTuple):
@@ -144,10 +146,11 @@ def few(most: int) -> tuple[int, ...]:
     return tuple(sorted({max(MIN_ROWS, most // 4), max(MIN_ROWS, most)}))
 
 
-def read_key(file: str | None) -> str | None:
-    key = os.environ.get(API_KEY) if file is None else Path(file).read_text().strip()
+def read_key(file: str | None, variable: str = API_KEY, option: str = "--api-key-file") -> str | None:
+    """The key in a file, or else in an environment variable. ValueError: it cannot be one."""
+    key = os.environ.get(variable) if file is None else Path(file).read_text().strip()
     if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
-        raise ValueError(f"{'--api-key-file' if file else API_KEY}: a key is printable ASCII without spaces, and not empty")
+        raise ValueError(f"{option if file else variable}: a key is printable ASCII without spaces, and not empty")
     return key
 
 
@@ -234,10 +237,18 @@ def make_door(
     return Door(AsyncEngine(engine), served, api_key=key, follower=follower)
 
 
+class Application(Protocol):
+    """What a server serves: `inference.api.Door`, or `rl.relay.Relay`."""
+
+    app: FastAPI
+
+    async def drain(self) -> None: ...
+
+
 class Server(uvicorn.Server):
     """Prints the address when it answers. Its first signal lets the door finish what runs; its second ends it."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Application) -> None:
         super().__init__(
             uvicorn.Config(
                 door.app,

@@ -34,6 +34,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from inference.calls import CLOSE, OPEN
 from rl.environments import Step, Task
 from rl.messages import Message, Tool, ToolCall
 
@@ -140,6 +141,20 @@ def use(call: ToolCall, tools: Mapping[str, Callable[..., str]]) -> Message:
         OSError: from the tool: what it runs on has failed (TimeoutError is one), which is not the model's doing.
     """
     return {"role": "tool", "content": _used(call, tools), "tool_call_id": call["id"], "name": call["name"]}
+
+
+def garbled(message: Message) -> Message | None:
+    """What to tell a model whose text has the markup of a call, but no call in it; None where it has not.
+
+    Nothing is guessed of what was meant: a call that is not as its format has it stays text.
+    """
+    text = message["content"]
+    if OPEN not in text and CLOSE not in text:
+        return None
+    told = (
+        f'error: this is no call; write {OPEN}, a JSON object with "name" and "arguments", and {CLOSE}, or your format\'s own'
+    )
+    return {"role": "tool", "content": f"{told}: {text[max(0, text.find(OPEN)) :][:200]}"}
 
 
 def _used(call: ToolCall, tools: Mapping[str, Callable[..., str]]) -> str:

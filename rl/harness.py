@@ -36,7 +36,7 @@ from rl.environments import Environment, Step, Task
 from rl.gateway import Gateway
 from rl.messages import Message
 from rl.registry import Sessions
-from rl.sandbox import PORT, Ran, Sandbox
+from rl.sandbox import PORT, Ran, Sandbox, workspace
 from rl.sessions import Session
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -148,9 +148,7 @@ class Harness:
     def _play(self, task: Task, key: str, gate: Path) -> Ran:
         url = f"http://127.0.0.1:{PORT}"
         env = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
-        with tempfile.TemporaryDirectory(prefix="twinax-work-") as folder:
+        with workspace() as folder:
             for name, text in self.files:
-                (Path(folder) / name).write_text(text)
-            return self._sandbox.run(
-                self.command, Path(folder), task.messages[-1]["content"], gate=gate, env={**env, **self.env}
-            )
+                (folder / name).write_text(text)
+            return self._sandbox.run(self.command, folder, task.messages[-1]["content"], gate=gate, env={**env, **self.env})

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl.calculator import Calculator
+from rl.coding import Coding
 from rl.compacting import Tally
 from rl.environments import AgentEnvironment, Arithmetic, Environment, ReasoningGym
 from rl.recursive import Halves
@@ -13,6 +14,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment | AgentEnvironment] | str] = {
     "reasoning_gym": ReasoningGym,
     "arithmetic": Arithmetic,
     "calculator": Calculator,
+    "coding": Coding,
     "tally": Tally,
     "halves": Halves,
     "harness": "rl.harness:Harness",  # a server comes with it

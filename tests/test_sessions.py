@@ -238,7 +238,7 @@ class World:
             assert any(node.mask) is (node.kind == "sampled") is all(node.mask)
             if node.request_id is not None:
                 assert node.request_id not in sampled_nodes
-                sampled_nodes[node.request_id] = node
+                sampled_nodes[node.request_id.partition("#")[2]] = node
         assert sampled_nodes.keys() == self.given.keys()  # none is lost
         for name, (prompt, ids) in self.given.items():
             node = sampled_nodes[name]
