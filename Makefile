@@ -77,11 +77,12 @@ $(JETSTREAM)/.setup: pyproject.toml constraints.txt constraints-jetstream.txt
 # agent programs and SDKs, unmodified and pinned, each in a place of its own: `pytest -m clients` drives the gateway with them
 clients: $(CLIENTS)/.setup
 
-$(CLIENTS)/.setup: $(wildcard tests/clients/*)
+$(CLIENTS)/.setup: $(wildcard tests/clients/*.json tests/clients/*.txt)
 	@command -v npm >/dev/null || { echo "make clients needs node 20 or newer with npm" >&2; exit 1; }
 	@mkdir -p $(CLIENTS) && cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS)
 	@echo "clients: installing agent programs and SDKs into $(CLIENTS) (2 GB, minutes)" >&2
 	@npm ci --prefix $(CLIENTS) --no-audit --no-fund --ignore-scripts --loglevel error >&2
+	@cd $(CLIENTS)/node_modules/@anthropic-ai/claude-code && node install.cjs >&2 # its install script puts the binary in place
 	@for kind in sdks trainers; do \
 		test -x $(CLIENTS)/$$kind/bin/python || $(PYTHON) -m venv $(CLIENTS)/$$kind >&2; \
 		$(CLIENTS)/$$kind/bin/python -m pip --disable-pip-version-check --quiet install --requirement tests/clients/$$kind.txt >&2 || exit 1; \

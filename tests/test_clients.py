@@ -28,7 +28,7 @@ tiny_engine = cache(make_tiny_engine)
 
 def engine_for(program: str) -> Engine:
     """Codex says 38 kB before its first turn, and a token is a byte."""
-    return tiny_engine(2**16 if program == "codex" else 2**14)
+    return tiny_engine(3 * 2**14 if program == "codex" else 2**14)
 
 
 def call(program: str, command: str, **more: Any) -> str:
@@ -100,11 +100,11 @@ SDK_WAYS = (
 
 @pytest.mark.parametrize("way", SDK_WAYS)
 def test_sdks(way: str) -> None:
-    """tests/sdk_client.py, in the SDKs' own environment: two turns, the first with two calls."""
+    """tests/clients/sdk_client.py, in the SDKs' own environment: two turns, the first with two calls."""
     calls = [tool_call("look", '{"at" : 1.0, "all": true}'), tool_call("look", '{"at": 2, "why": "\\u00e9 \\"x\\""}')]
     with gateway(engine_for(way), worker("", *calls)) as live:
         ran = subprocess.run(
-            [str(SDKS), str(REPO / "tests/sdk_client.py"), way, f"{live.url}/s/one"],
+            [str(SDKS), str(REPO / "tests/clients/sdk_client.py"), way, f"{live.url}/s/one"],
             env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
             capture_output=True,
             text=True,
