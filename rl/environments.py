@@ -47,6 +47,8 @@ class Reward:
     def __post_init__(self) -> None:
         if self.score is not None and not math.isfinite(self.score):
             raise ValueError(f"score: {self.name!r} is {self.score}; give a finite number, or None for unscored")
+        if not math.isfinite(self.weight):
+            raise ValueError(f"weight: {self.name!r} weighs {self.weight}; give a finite number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

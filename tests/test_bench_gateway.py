@@ -2,9 +2,12 @@
 
 from argparse import Namespace
 
+import pytest
+
 from launch.gateway_bench import gateway
 
 
+@pytest.mark.slow
 def test_nothing_is_mixed_up_and_nothing_breaks() -> None:
     result = gateway(Namespace(scale="small"))
     together = result["sessions"]

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import pytest
 
 from inference.protocol import Limits
 from inference.types import SamplingParams
@@ -339,6 +340,7 @@ async def fuzz(port: int, count: int) -> Counter[str]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_any_requests(tmp_path: Path, report: Callable[[str], None]) -> None:
     engine = tiny_engine(1024, 8)
     params = SamplingParams(max_tokens=2)

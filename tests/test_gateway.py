@@ -117,8 +117,10 @@ def test_two_turns_are_one_sample(served: tuple[Live, httpx.Client], wire: str, 
             counts = client.get(f"/sessions/{name}").json()
             assert (counts["requests"], counts["samples"], counts["breaks"]) == (2, 1, 0), (way, first)
             graph = live.sessions.named(name).graph
-            names = [str(node.request_id).partition("#")[2] for node in graph.nodes if node.kind == "sampled"]
-            assert all(of in json.dumps(answer) for of, answer in zip(names, (first, second), strict=True))
+            names = [node.request_id for node in graph.nodes if node.kind == "sampled"]
+            assert all(
+                str(of).partition("#")[2] in json.dumps(answer) for of, answer in zip(names, (first, second), strict=True)
+            )
 
 
 def test_a_stream_is_what_the_whole_answer_is(served: tuple[Live, httpx.Client]) -> None:

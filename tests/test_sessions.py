@@ -187,12 +187,12 @@ class World:
 
     def _ask(self, agent: Agent, wanted: Turn) -> tuple[Asked, Turn]:
         asked, mine = self.session.ask(wanted, self.who(agent))
-        assert mine and asked.name not in self.given
+        assert mine and asked.request.id not in self.given
         return asked, wanted
 
     def commit(self, asked: Asked, step: "Step") -> Message:
         ids = [*encode(ANSWERS[step.answer], step.split), *(() if step.cut else (END,))] or encode("x")
-        self.given[asked.name] = list(asked.request.prompt_ids), ids
+        self.given[asked.request.id] = list(asked.request.prompt_ids), ids
         completion = sampled(asked, ids)
         message: Message = {**self.session.commit(asked, completion), "id": asked.name}
         assert asked.done.result() is completion
@@ -202,8 +202,8 @@ class World:
         if step.action == "drop":
             parts = [tokens(encode("jso")), tokens(encode("n"))]
             self.session.abandon(asked, parts, "gone")
-            self.given[asked.name] = list(asked.request.prompt_ids), encode("jso") + encode("n")
-            self.dropped.add(asked.name)
+            self.given[asked.request.id] = list(asked.request.prompt_ids), encode("jso") + encode("n")
+            self.dropped.add(asked.request.id)
             with pytest.raises(ApiError, match="gone"):
                 asked.done.result()
             asked, wanted = self._ask(agent, wanted)
@@ -211,7 +211,7 @@ class World:
         again, mine = self.session.ask(wanted, self.who(agent))  # C24: its answer was lost on the way
         assert again is asked and not mine
         if step.action == "resample":
-            self.superseded.add(asked.name)
+            self.superseded.add(asked.request.id)
             asked, _ = self._ask(agent, turn(agent.history, max_tokens=999 - len(self.given)))
             message = self.commit(asked, step)
         echo = ECHOES[step.echo]
@@ -220,14 +220,14 @@ class World:
         except ValueError:  # arguments that are no JSON cannot be written anew
             sent = message
         agent.history.append(sent)
-        agent.prefix = [i for ids in self.given[asked.name] for i in ids]
+        agent.prefix = [i for ids in self.given[asked.request.id] for i in ids]
         agent.faithful = echo in FAITHFUL or (echo is thoughtless and not message.get("thinking"))
         if step.action == "compact":
             self.compact(agent, step)
 
     def compact(self, agent: Agent, step: "Step") -> None:
         asked, _ = self._ask(agent, turn([*agent.history, user("sum it up")], kind="compaction"))
-        self.auxiliary.add(asked.name)
+        self.auxiliary.add(asked.request.id)
         summary = self.commit(asked, step)
         agent.history = [user(f"{agent.name} before: {len(self.given)} {summary['content']}")]
         agent.faithful = False
