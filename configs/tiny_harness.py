@@ -24,11 +24,14 @@ print(urllib.request.urlopen(urllib.request.Request(url, body, headers)).read())
 def get_config() -> ConfigDict:
     config = tiny.get_config()
     config.name = "tiny_harness"
-    config.environment.kind = "harness"
-    config.environment.options = {
-        "tasks": "arithmetic",
-        "task_options": config.environment.options.to_dict(),
-        "command": ("python3", "/work/agent.py"),
-        "files": (("agent.py", PROGRAM),),
+    config.environment = {
+        "kind": "harness",
+        "renderer": "chatml",
+        "options": {
+            "tasks": "arithmetic",
+            "task_options": {"max_value": 9, "weights": {"exact": 1.0, "right": 1.0, "digits": 0.5}},
+            "command": ("python3", "/work/agent.py"),
+            "files": (("agent.py", PROGRAM),),
+        },
     }
     return config

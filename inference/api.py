@@ -96,6 +96,7 @@ class Door:
             self.app.add_api_route(path, get, methods=["GET"])
         self.app.add_exception_handler(HTTPException, _http_error)
         self.app.add_exception_handler(ApiError, _api_error)
+        self.app.add_exception_handler(ClientDisconnect, _gone)
         self.app.add_exception_handler(Exception, _bug)
 
     async def drain(self) -> None:
@@ -280,6 +281,10 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return error_response(ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it
 
 
 async def _bug(request: Request, error: Exception) -> Response:

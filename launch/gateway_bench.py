@@ -183,9 +183,12 @@ class Script:
     def __init__(self, front: Forced, live: Live, renderer: Renderer) -> None:
         assert isinstance(renderer, ChatML)
         self._front, self._live, self._tokenizer, self._end = front, live, renderer.tokenizer, renderer.stop_ids[0]
+        self.clients: list[Client] = []
 
     def client(self, agent: str = "main", **options: Any) -> Client:
-        return Client(self._live.port, f"you are {agent}", {"x-session": "history", "x-agent-id": agent}, **options)
+        headers = {"x-session": "history", "x-agent-id": agent}
+        self.clients.append(Client(self._live.port, f"you are {agent}", headers, **options))
+        return self.clients[-1]
 
     def say(self, text: str) -> None:
         """The next answer."""
@@ -202,7 +205,10 @@ class Script:
 def counted(engine: Engine, renderer: Renderer, play: Any) -> dict[str, int]:
     front = Forced(engine)
     with serving(engine, SamplingParams(max_tokens=256), front=front, renderer=renderer) as live:
-        breaks, samples = play(Script(front, live, renderer))
+        script = Script(front, live, renderer)
+        breaks, samples = play(script)
+        for client in script.clients:
+            client.close()
         counts = live.sessions.named("history").counts()
     return {"breaks": counts["breaks"], "breaks_expected": breaks, "samples": counts["samples"], "samples_expected": samples}
 

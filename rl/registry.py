@@ -150,8 +150,8 @@ class Sessions:
             session = self.named(name)
             if session.running:
                 raise ApiError(f"session: {name!r} has requests in flight; finish it when they have ended", status=409)
-            self._finished.add(name)
             self._end(name, status, rewards, reason)
+            self._finished.add(name)
         return session.counts()
 
     def close(self) -> None:
@@ -243,6 +243,8 @@ def open_body(raw: bytes) -> dict[str, Any]:
             value = body.pop(name)
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ApiError(f"{name}: must be {'text' if kind is str else 'a whole number'}, got {value!r}", param=name)
+            if isinstance(value, str):
+                _check_text(name, value)
             if isinstance(value, int) and not 0 <= value < 2**32:
                 raise ApiError(f"{name}: must be in [0, 2^32), got {value}", param=name)
             fields[field] = value
@@ -264,6 +266,7 @@ def finish_body(raw: bytes) -> list[Reward]:
         param = f"rewards.{i}"
         if not isinstance(item, dict) or not isinstance(item.get("name"), str) or set(item) - {"name", "score", "weight"}:
             raise ApiError(f'{param}: must be {{"name": text, "score": number or null, "weight": number}}', param=param)
+        _check_text(f"{param}.name", item["name"])
         numbers = [item.get("score"), item.get("weight", 1.0)]
         if any(isinstance(x, bool) or not isinstance(x, int | float | None) for x in numbers) or numbers[1] is None:
             raise ApiError(f"{param}: score and weight are numbers", param=param)
@@ -272,6 +275,11 @@ def finish_body(raw: bytes) -> list[Reward]:
         except (ValueError, OverflowError) as error:
             raise ApiError(f"{param}.{error}", param=param) from None
     return rewards
+
+
+def _check_text(name: str, value: str) -> None:
+    if len(value) > MOST_OF_NAME or not value.isprintable():  # half of a surrogate pair cannot be printed, nor written down
+        raise ApiError(f"{name}: has at most {MOST_OF_NAME} characters, and none that cannot be printed", param=name)
 
 
 def _object(raw: bytes) -> dict[str, Any]:

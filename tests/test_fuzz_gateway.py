@@ -143,7 +143,7 @@ def bytes_of(rng: random.Random, body: Any) -> bytes:
         )
     data = bytearray(raw)
     for _ in range(rng.randrange(1, 4)):
-        at = rng.randrange(len(data))
+        at = rng.randrange(len(data) + 1)
         data[at : at + rng.randrange(3)] = bytes(rng.randrange(256) for _ in range(rng.randrange(3)))
     return bytes(data)
 
@@ -155,6 +155,7 @@ class Client:
     number: int
     port: int
     outcomes: Counter[str]
+    problems: list[str]
     rng: random.Random = field(init=False)
     writer: asyncio.StreamWriter | None = None
     session: str = ""
@@ -169,7 +170,10 @@ class Client:
         for i in range(count):
             if i % 150 == 0:
                 await self.open()
-            await self.one()
+            try:
+                await self.one()
+            except AssertionError as error:  # all of a run are shown
+                self.problems.append(str(error)[:1500])
         await self.drop()
 
     async def open(self) -> None:
@@ -327,9 +331,11 @@ class Client:
 
 async def fuzz(port: int, count: int) -> Counter[str]:
     outcomes: Counter[str] = Counter()
+    problems: list[str] = []
     async with asyncio.TaskGroup() as group:
         for number in range(CLIENTS):
-            group.create_task(Client(number, port, outcomes).run(-(-count // CLIENTS)))
+            group.create_task(Client(number, port, outcomes, problems).run(-(-count // CLIENTS)))
+    assert not problems, "\n\n".join([str(len(problems)), *problems[:20]])
     return outcomes
 
 

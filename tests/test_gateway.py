@@ -196,10 +196,13 @@ def test_finished_with_rewards(engine: Engine, tmp_path: Path) -> None:
     assert default.episode.status == "running"
 
 
-@pytest.mark.parametrize("body", [{"name": 3}, {"name": "../up"}, {"seed": -1}, {"seed": True}, {"colour": 1}, []])
+@pytest.mark.parametrize(
+    "body", [{"name": 3}, {"name": "../up"}, {"seed": -1}, {"seed": True}, {"env": "\ud800"}, {"colour": 1}, []]
+)
 def test_sessions_that_cannot_be(served: tuple[Live, httpx.Client], body: Any) -> None:
     _, client = served
-    refused = post(client, "/sessions", body)
+    raw = json.dumps(body)  # escapes what has no UTF-8
+    refused = client.post("/sessions", content=raw, headers={"content-type": "application/json"})
     assert refused.status_code == 400 and refused.json()["error"]["message"].partition(":")[0] in {*body, "body"}
 
 

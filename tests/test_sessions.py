@@ -15,11 +15,15 @@ from hypothesis import strategies as st
 from inference.errors import ApiError
 from inference.types import Completion, FinishReason, SamplingParams, Tokens
 from rl.columns import read, write
+from rl.graph import Graph
+from rl.histories import Histories
 from rl.messages import CallKind, Message, Tool, ToolCall
-from rl.records import Episode, Node
+from rl.records import Call, Episode, Node
 from rl.renderers import ChatML, Qwen3, Renderer
 from rl.sessions import Asked, Session
-from rl.wires import Identity, Turn
+from rl.wire_chat import WIRE as CHAT
+from rl.wire_responses import WIRE as RESPONSES
+from rl.wires import ContextOverflow, Identity, Turn
 from tests.merging import merging
 
 TOKENIZER = merging()
@@ -31,7 +35,7 @@ MAIN = Identity()
 def new_session(renderer: Renderer | None = None, **options: Any) -> Session:
     episode = Episode(id="e", env="gateway", key=0, content_hash="", group_id="e", seed=0)
     params = SamplingParams(max_tokens=1000)
-    return Session(episode, renderer or Qwen3(TOKENIZER), params, **{"max_context": 10**6, **options})
+    return Session(Graph(episode), renderer or Qwen3(TOKENIZER), params, **{"max_context": 10**6, **options})
 
 
 def user(text: str) -> Message:
