@@ -45,7 +45,7 @@ quickstart: setup model
 	@$(BIN)/python -m launch.train --config configs/quickstart.py
 
 test: setup model
-	@$(BIN)/python -m pytest tests --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest tests -m "not clients" --numprocesses auto --maxprocesses 4 --dist loadfile
 
 oracle: $(ORACLE)
 
