@@ -1,8 +1,8 @@
-# make quickstart | test | setup | model | oracle | tpu | jetstream | lint | clean
+# make quickstart | test | setup | model | oracle | tpu | jetstream | clients | lint | clean
 # Standard output belongs to the commands; what pip and make have to say goes to standard error.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model quickstart test oracle tpu jetstream python311 lint clean
+.PHONY: help setup model quickstart test oracle tpu jetstream python311 clients lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,6 +20,7 @@ STAMP := $(VENV)/.setup
 ORACLE := $(VENV)/.oracle
 TPU := $(VENV)/.tpu
 JETSTREAM := .venv-jetstream
+CLIENTS := .clients
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -73,6 +74,21 @@ $(JETSTREAM)/.setup: pyproject.toml constraints.txt constraints-jetstream.txt
 		--constraint constraints-jetstream.txt --editable '.[dev,jetstream]' >&2
 	@touch $@
 
+# agent programs and SDKs, unmodified and pinned, each in a place of its own: `pytest -m clients` drives the gateway with them
+clients: $(CLIENTS)/.setup
+
+$(CLIENTS)/.setup: $(wildcard tests/clients/*.json tests/clients/*.txt)
+	@command -v npm >/dev/null || { echo "make clients needs node 20 or newer with npm" >&2; exit 1; }
+	@mkdir -p $(CLIENTS) && cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS)
+	@echo "clients: installing agent programs and SDKs into $(CLIENTS) (2 GB, minutes)" >&2
+	@npm ci --prefix $(CLIENTS) --no-audit --no-fund --ignore-scripts --loglevel error >&2
+	@cd $(CLIENTS)/node_modules/@anthropic-ai/claude-code && node install.cjs >&2 # its install script puts the binary in place
+	@for kind in sdks trainers; do \
+		test -x $(CLIENTS)/$$kind/bin/python || $(PYTHON) -m venv $(CLIENTS)/$$kind >&2; \
+		$(CLIENTS)/$$kind/bin/python -m pip --disable-pip-version-check --quiet install --requirement tests/clients/$$kind.txt >&2 || exit 1; \
+	done
+	@touch $@
+
 python311:
 	@echo "$(PYTHON311)"
 
@@ -82,4 +98,4 @@ lint: setup
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	@rm -rf $(VENV) .venv-newest $(JETSTREAM) .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-newest $(JETSTREAM) $(CLIENTS) .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The HTTP door of an engine: OpenAI's API, `/generate` for token ids, `/update`, `/health`, `/metrics`.
+"""The HTTP door of an engine: OpenAI's API, `/generate` and vLLM's form of it for token ids, `/update`, `/health`, `/metrics`.
 
 A request ends in one of three ways: with its answer, with its client gone, or with the server stopping. Whichever comes
 first, its sequences leave the engine and their pages are free.
@@ -22,6 +22,7 @@ from inference.engine import Engine
 from inference.errors import ApiError, refusal
 from inference.follower import Follower
 from inference.formats import ChatAnswer, CompletionAnswer
+from inference.ids import IdsAnswer, IdsBody
 from inference.metrics import Metrics
 from inference.protocol import ChatBody, CompletionBody, GenerateBody, UpdateBody, parse
 from inference.reply import Reply, error_response, json_response, read_body
@@ -39,6 +40,7 @@ MAKES: dict[str, Callable[[Served, bytes], Answer]] = {
     "/v1/completions": lambda served, raw: CompletionAnswer(parse(CompletionBody, raw, served.name), served),
     "/v1/chat/completions": lambda served, raw: ChatAnswer(parse(ChatBody, raw, served.name), served),
     "/generate": lambda served, raw: GenerateAnswer(parse(GenerateBody, raw), served),
+    "/inference/v1/generate": lambda served, raw: IdsAnswer(parse(IdsBody, raw), served),
 }
 
 
@@ -94,6 +96,7 @@ class Door:
             self.app.add_api_route(path, get, methods=["GET"])
         self.app.add_exception_handler(HTTPException, _http_error)
         self.app.add_exception_handler(ApiError, _api_error)
+        self.app.add_exception_handler(ClientDisconnect, _gone)
         self.app.add_exception_handler(Exception, _bug)
 
     async def drain(self) -> None:
@@ -286,6 +289,10 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return error_response(ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -185,7 +185,9 @@ class ChatTemplate:
             ValueError: the template refuses the conversation or knows no tools, or a text is no valid Unicode.
         """
         if tools and not self._knows_tools:
-            raise ValueError("tools: the model's chat template has no place for them; leave them out")
+            raise ValueError(
+                "tools: the model's chat template has no place for them; leave them out, or give launch.gateway a --renderer"
+            )
         mark = self._control.mark(messages, tools, variables)
         guard = self._control.guard
         try:

@@ -17,7 +17,7 @@ from inference.types import MAX_TOP_LOGPROBS, SamplingParams
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 """stop strings of a request, and characters of each"""
 
-Body = TypeVar("Body", "CompletionBody", "ChatBody", "GenerateBody", "UpdateBody")
+Body = TypeVar("Body", bound="Strict")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,9 @@ def _flat(value: Any) -> Any:
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
+    def check(self) -> None:
+        """Refuses, with an ApiError, what fields mean together."""
+
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
@@ -113,7 +116,6 @@ class Common(Strict):
     prompt_cache_retention: str | None = None
 
     def check(self) -> None:
-        """Refuses, with an ApiError, what fields mean together."""
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError("prompt_logprobs: cannot be streamed; set stream to false", param="prompt_logprobs")
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -44,8 +45,11 @@ class Forced(AsyncEngine):
                         said.append(part)
                         yield Tokens(**{item.name: getattr(part, item.name) for item in fields(Tokens)})
         stopped = said[-1].finish_reason == FinishReason.STOP
+        arrays: dict[str, Any] = {
+            item.name: np.concatenate([getattr(part, item.name) for part in said]) for item in fields(Tokens)
+        }
         yield Completion(
-            **{item.name: np.concatenate([getattr(part, item.name) for part in said]) for item in fields(Tokens)},
+            **arrays,
             request_id=request.id,
             prompt_ids=request.prompt_ids,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,

@@ -1,12 +1,12 @@
 """`launch.bench gateway`: what the gateway costs over the bare engine, and whether it keeps conversations apart and whole.
 
-A tiny random model on the real engine, as the gateway's work does not depend on the model's; the gateway in a thread, clients of
-Chat Completions over sockets in the same process. Histories are 10 turns with 6 tools, of 2,000 to 8,000 tokens.
+A tiny random model on the real engine, as the gateway's work does not depend on the model's; the gateway in a thread, clients
+of Chat Completions over sockets in the same process. Histories are 10 turns with 6 tools, of 4,000 to 8,000 tokens.
 
-    added_ms_p50     median over requests of the time over HTTP (a stream, from the request to its end) less the time in the bare
-                     engine, in process, token ids in and out: the same requests, in turn, one at a time, on an engine of its own,
-                     so that both find the same in their caches and sample the same. `_first`: of the first requests of
-                     conversations alone, whose whole prompt is new
+    added_ms_p50     median over requests of the time over HTTP (a stream, from the request to its end) less the time in the
+                     bare engine, in process, token ids in and out: the same requests, in turn, one at a time, on an engine of
+                     its own, so that both find the same in their caches and sample the same. `_first`: of the first requests
+                     of conversations alone, whose whole prompt is new
     sessions         many at once, each with a secret of its own in all that it says, named by key, path or header:
                      `foreign` texts (answers and records that hold another's secret), `strangers` (answers that are not what is
                      recorded for them) and `unlike` (recorded tokens that the engine does not sample alone) must be 0
@@ -29,8 +29,9 @@ from inference.engine import Engine
 from inference.front import AsyncEngine
 from inference.types import Completion, Request, SamplingParams
 from launch.forced import Forced
-from launch.gateway_load import Client, Json, Live, serving, tiny_engine
+from launch.gateway_load import Client, Json, Live, serving, tiny_engine, tokenizer_of
 from launch.quiet import Others, warn
+from models.tokenizer import Tokenizer
 from rl.renderers import ChatML, Qwen3, Renderer
 from rl.sessions import Session
 
@@ -39,30 +40,7 @@ SIZES = {
     "small": {"context": 6144, "slots": 8, "conversations": 2, "turns": 3, "sampled": 4, "sessions": 12},
 }
 SECRET = re.compile("secret-[0-9]+-")
-WORDS = [
-    "the",
-    "model",
-    "reads",
-    "files",
-    "and",
-    "runs",
-    "what",
-    "it",
-    "has",
-    "written",
-    "until",
-    "the",
-    "tests",
-    "of",
-    "the",
-    "project",
-    "pass",
-    "again",
-    "or",
-    "it",
-    "gives",
-    "up",
-]
+WORDS = ("the", "model", "reads", "files", "and", "runs", "what", "has", "been", "written", "until", "tests", "pass", "again")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,29 +50,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def gateway(arguments: argparse.Namespace) -> dict[str, Any]:
     sizes = SIZES[arguments.scale]
     engine, bare = (tiny_engine(sizes["context"], sizes["slots"]) for _ in range(2))
-    assert engine.tokenizer is not None
-    renderer, params = ChatML(engine.tokenizer), SamplingParams(max_tokens=sizes["sampled"])
+    tokenizer, params = tokenizer_of(engine), SamplingParams(max_tokens=sizes["sampled"])
     with Others() as others:
-        costs = overhead(engine, bare, renderer, params, sizes)
-        together = crowd(engine, bare, renderer, params, sizes)
+        costs = overhead(engine, bare, params, sizes)
+        together = crowd(engine, bare, params, sizes)
     warn(others.cpus, "during the requests")
     kinds = {"append-only": append_only, "re-serialised": reserialised, "compaction": compaction, "sub-agents": sub_agents}
-    found = {name: counted(engine, renderer, play) for name, play in kinds.items()}
-    found["stripped-thinking"] = counted(engine, Qwen3(engine.tokenizer, keep_thinking=False), stripped)
+    found = {name: counted(engine, ChatML(tokenizer), play) for name, play in kinds.items()}
+    found["stripped-thinking"] = counted(engine, Qwen3(tokenizer, keep_thinking=False), stripped)
     return {**costs, "other_cpus": others.cpus, "sessions": together, "histories": found}
 
 
 # ---- what it costs
 
 
-def overhead(
-    engine: Engine, bare: Engine, renderer: Renderer, params: SamplingParams, sizes: dict[str, int]
-) -> dict[str, float]:
+def overhead(engine: Engine, bare: Engine, params: SamplingParams, sizes: dict[str, int]) -> dict[str, float]:
     rng, front, alone = random.Random(0), Forced(engine, keep=True), AsyncEngine(bare)
     added: list[float] = []
     first: list[float] = []
     lengths: list[int] = []
-    with serving(front, renderer, params) as live:
+    with serving(engine, params, front=front) as live:
         for number in range(-1, sizes["conversations"]):  # the first one warms up
             client = Client(live.port, words(rng, 900), prefix=f"/s/cost-{number}", stream=True)
             for turn in range(sizes["turns"]):
@@ -129,9 +104,9 @@ async def timed(front: AsyncEngine, request: Request) -> float:
 # ---- many at once
 
 
-def crowd(engine: Engine, bare: Engine, renderer: Renderer, params: SamplingParams, sizes: dict[str, int]) -> dict[str, Any]:
+def crowd(engine: Engine, bare: Engine, params: SamplingParams, sizes: dict[str, int]) -> dict[str, Any]:
     front, count = Forced(engine, keep=True), sizes["sessions"]
-    with serving(front, renderer, params) as live, ThreadPoolExecutor(count) as threads:
+    with serving(engine, params, front=front) as live, ThreadPoolExecutor(count) as threads:
         clients = [(number, *client_of(live, number)) for number in range(count)]
         begun = time.perf_counter()
         answers = list(threads.map(lambda each: talk(each[2], each[0], sizes["turns"]), clients))
@@ -148,11 +123,8 @@ def crowd(engine: Engine, bare: Engine, renderer: Renderer, params: SamplingPara
         "requests": len(requests),
         "requests_per_s": len(requests) / seconds,
         "bare_requests_per_s": len(requests) / bare_seconds,
-        "foreign": sum(
-            foreign(renderer, session, number, said)
-            for number, (session, said) in enumerate(zip(sessions, answers, strict=True))
-        ),
-        "strangers": sum(strangers(session, said) for session, said in zip(sessions, answers, strict=True)),
+        "foreign": sum(map(foreign, [tokenizer_of(engine)] * count, range(count), sessions, answers)),
+        "strangers": sum(map(strangers, sessions, answers)),
         "unlike": sum(unlike(session, completions) for session in sessions),
         "breaks": sum(session.breaks for session in sessions),
         "samples": sum(len(session.graph.branches()) for session in sessions),
@@ -180,12 +152,10 @@ async def at_once(front: AsyncEngine, requests: Sequence[Request]) -> dict[str, 
     return {completion.request_id: completion for completion in done}
 
 
-def foreign(renderer: Renderer, session: Session, number: int, answers: Sequence[Json]) -> int:
+def foreign(tokenizer: Tokenizer, number: int, session: Session, answers: Sequence[Json]) -> int:
     """Texts of a session that hold another's secret."""
-    tokenizer, own = session.renderer, {f"secret-{number}-"}
-    assert isinstance(renderer, ChatML) and tokenizer is renderer
-    texts = [renderer.tokenizer.decode(node.ids) for node in session.graph.nodes]
-    return sum(bool(set(SECRET.findall(text)) - own) for text in [*texts, *(json.dumps(answer) for answer in answers)])
+    texts = [*(tokenizer.decode(node.ids) for node in session.graph.nodes), *map(json.dumps, answers)]
+    return sum(bool(set(SECRET.findall(text)) - {f"secret-{number}-"}) for text in texts)
 
 
 def strangers(session: Session, answers: Sequence[Json]) -> int:
@@ -213,9 +183,12 @@ class Script:
     def __init__(self, front: Forced, live: Live, renderer: Renderer) -> None:
         assert isinstance(renderer, ChatML)
         self._front, self._live, self._tokenizer, self._end = front, live, renderer.tokenizer, renderer.stop_ids[0]
+        self.clients: list[Client] = []
 
     def client(self, agent: str = "main", **options: Any) -> Client:
-        return Client(self._live.port, f"you are {agent}", {"x-session": "history", "x-agent-id": agent}, **options)
+        headers = {"x-session": "history", "x-agent-id": agent}
+        self.clients.append(Client(self._live.port, f"you are {agent}", headers, **options))
+        return self.clients[-1]
 
     def say(self, text: str) -> None:
         """The next answer."""
@@ -231,8 +204,11 @@ class Script:
 
 def counted(engine: Engine, renderer: Renderer, play: Any) -> dict[str, int]:
     front = Forced(engine)
-    with serving(front, renderer, SamplingParams(max_tokens=256)) as live:
-        breaks, samples = play(Script(front, live, renderer))
+    with serving(engine, SamplingParams(max_tokens=256), front=front, renderer=renderer) as live:
+        script = Script(front, live, renderer)
+        breaks, samples = play(script)
+        for client in script.clients:
+            client.close()
         counts = live.sessions.named("history").counts()
     return {"breaks": counts["breaks"], "breaks_expected": breaks, "samples": counts["samples"], "samples_expected": samples}
 

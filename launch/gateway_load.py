@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from inference.api import Door, Front
 from inference.engine import Engine
-from inference.front import AsyncEngine
 from inference.protocol import Limits
 from inference.types import SamplingParams
 from launch.serve import Server, bind, make_door, make_engine, settings
+from models.tokenizer import Tokenizer
 from rl.gateway import Gateway
 from rl.registry import Sessions
-from rl.renderers import Renderer
+from rl.renderers import ChatML, Renderer
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -67,22 +68,50 @@ def tiny_engine(context: int, slots: int) -> Engine:
 class Live:
     """A gateway that answers."""
 
-    def __init__(self, port: int, sessions: Sessions, server: Server) -> None:
-        self.port, self.sessions, self._server = port, sessions, server
+    def __init__(self, port: int, door: Door, sessions: Sessions, server: Server) -> None:
+        self.port, self.door, self.sessions, self.server = port, door, sessions, server
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """What a coroutine gives, run where the server runs."""
-        return asyncio.run_coroutine_threadsafe(work, self._server.loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self.server.loop).result()
+
+
+def tokenizer_of(engine: Engine) -> Tokenizer:
+    assert isinstance(engine.tokenizer, Tokenizer)
+    return engine.tokenizer
 
 
 @contextmanager
-def serving(front: AsyncEngine, renderer: Renderer, params: SamplingParams) -> Iterator[Live]:
-    engine = front.engine
-    assert engine.tokenizer is not None
-    door = make_door(engine, engine.tokenizer, "tiny", Limits(max_requests=512), None)
-    door.front = front
-    sessions = Sessions(renderer, params, max_context=door.served.max_context)
+def serving(
+    engine: Engine,
+    params: SamplingParams,
+    *,
+    renderer: Renderer | None = None,
+    front: Front | None = None,
+    key: str | None = None,
+    limits: Limits | None = None,
+    **options: Any,
+) -> Iterator[Live]:
+    """
+    Args:
+        front: where requests go, if not to the engine's own.
+        options: of Sessions.
+    """
+    tokenizer = tokenizer_of(engine)
+    door = make_door(engine, tokenizer, "tiny", limits or Limits(), key)
+    door.front = front or door.front
+    sessions = Sessions(renderer or ChatML(tokenizer), params, **{"max_context": door.served.max_context, **options})
     Gateway(door, sessions)
+    with running(door) as (server, port):
+        try:
+            yield Live(port, door, sessions, server)
+        finally:
+            sessions.close()
+
+
+@contextmanager
+def running(door: Door) -> Iterator[tuple[Server, int]]:
+    """A server in a thread, and its port."""
     with bind("127.0.0.1", 0, None) as listener:
         listener.listen(1024)
         server = Quiet(door)
@@ -91,11 +120,10 @@ def serving(front: AsyncEngine, renderer: Renderer, params: SamplingParams) -> I
         while not server.started:
             time.sleep(0.01)
         try:
-            yield Live(listener.getsockname()[1], sessions, server)
+            yield server, listener.getsockname()[1]
         finally:
             server.loop.call_soon_threadsafe(server.finish)
             thread.join()
-            sessions.close()
 
 
 class Quiet(Server):

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from rl.agents import Agent, Ask, use
-from rl.environments import Reward, Step, Task, answer_text, component_weights, finish, make_task, text_scores
+from rl.environments import Reward, Step, Task, answer_text, finish, make_task
 from rl.messages import Message, Tool, ToolCall
+from rl.scoring import component_weights, text_scores
 
 CALCULATOR: Tool = {
     "name": "calculator",

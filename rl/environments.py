@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from rl.messages import Message
+from rl.scoring import component_weights, text_scores
 
 TRAIN_KEYS = range(10**9)
 EVAL_KEYS = range(10**9, 2 * 10**9)
@@ -137,23 +138,6 @@ def answer_text(message: Message, rule: AnswerRule = "first_line") -> str:
     """The answer in an assistant's message: its content, stripped; with `first_line` then cut at the first newline."""
     text = message["content"].strip()
     return text if rule == "whole" else text.split("\n", 1)[0].strip()
-
-
-def text_scores(given: str, answer: str) -> dict[str, float]:
-    """Of an answer in digits. exact: 0 or 1; right: share of characters right in place, of the longer text; digits: share of
-    characters that are digits."""
-    return {
-        "exact": float(given == answer),
-        "right": sum(a == b for a, b in zip(given, answer, strict=False)) / max(len(given), len(answer)),
-        "digits": sum(c in "0123456789" for c in given) / max(len(given), 1),
-    }
-
-
-def component_weights(given: Mapping[str, float], **defaults: float) -> dict[str, float]:
-    """The weights of a reward's components. ValueError for an unknown one."""
-    if unknown := sorted(set(given) - set(defaults)):
-        raise ValueError(f"weights: there is no component {unknown[0]!r}; use some of {', '.join(defaults)}")
-    return {**defaults, **given}
 
 
 def constant_answer(env: Environment | AgentEnvironment, keys: Sequence[int]) -> tuple[str, float] | None:

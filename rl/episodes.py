@@ -26,6 +26,9 @@ from rl.renderers import Renderer
 from rl.rollout import Batch, Rollout, SamplerEngine, sample_seed
 from rl.sessions import Session
 
+MOST_REFUSED = 1000
+"""asks of an episode, until it is broken off"""
+
 
 @dataclass(eq=False)
 class _Running:
@@ -156,9 +159,12 @@ class Episodes:
             ticket, wanted = play.wanted.popleft()
             if isinstance(wanted, Ask):
                 try:
-                    self._submit(running, ticket, wanted)
+                    request, asked = self._request(running, wanted)
                 except (Limit, ValueError) as error:  # no room for it, or the agent asked for what cannot be
                     self._refuse(running, ticket, error)
+                else:
+                    self._sampling[request.id] = _Flight(running, ticket, time.perf_counter(), asked)
+                    self.engine.submit(request)
             elif isinstance(wanted, Attach):
                 self._outside.attach(wanted.bridge, running.graph.episode.id, running.rollout.count)
                 play.give(ticket, self._session(running))
@@ -179,12 +185,13 @@ class Episodes:
         running.refused += 1
         if isinstance(error, Limit):
             running.reason = error.reason
-        if running.refused > self.max_turns + 1:  # it asks again and again
+        if running.refused > MOST_REFUSED:  # it asks again and again
             return self._over(running, "truncated", running.reason)
         running.play.refuse(ticket, error)
 
-    def _submit(self, running: _Running, ticket: Ticket, ask: Ask) -> None:
-        """
+    def _request(self, running: _Running, ask: Ask) -> tuple[Request, tuple[Conversation, Prompt, int]]:
+        """Puts an ask in the record, and makes it a request.
+
         Raises:
             Limit: there is no room for it.
             ValueError: its messages cannot be rendered, or its parent is unknown.
@@ -208,8 +215,7 @@ class Episodes:
             routing=graph.routing(node),
         )
         running.asked += 1
-        self._sampling[request.id] = _Flight(running, ticket, time.perf_counter(), (conversation, prompt, node))
-        self.engine.submit(request)
+        return request, (conversation, prompt, node)
 
     def _sampled(self, flight: _Flight, completion: Completion) -> None:
         """Commits a completion, and gives it to the agent."""

@@ -56,7 +56,10 @@ class Graph:
 
     def path_ids(self, node_id: int | None) -> list[int]:
         """Token ids from the root to the end of this node."""
-        return [token for i in self.path(node_id) for token in self.nodes[i].ids]
+        ids: list[int] = []
+        for i in self.path(node_id):
+            ids += self.nodes[i].ids
+        return ids
 
     def routing(self, node_id: int | None) -> np.ndarray | None:
         """The rows of the path to this node, as many as there are; None if there are none."""

@@ -4,7 +4,7 @@
         "kind": "harness",
         "options": {
             "tasks": "reasoning_gym", "task_options": {"dataset": "chain_sum"},
-            "command": ["python3", "/work/agent.py"], "files": {"agent.py": "..."},
+            "command": ["python3", "/work/agent.py"], "files": [("agent.py", "...")],
         },
     }
 
@@ -43,9 +43,13 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class LocalGateway:
-    """A gateway on a Unix socket, in a thread. Only keys of adopted sessions are let in."""
+    """A gateway on a Unix socket, in a thread. Only keys of adopted sessions are let in.
 
-    def __init__(self, session: Session, bridge: Bridge) -> None:
+    Args:
+        port: on this machine's own address too, at `url`, where `key` opens all of its sessions.
+    """
+
+    def __init__(self, session: Session, bridge: Bridge, *, port: bool = False) -> None:
         uvicorn = importlib.import_module("uvicorn")
         door_type = importlib.import_module("inference.api").Door
         tokenizer: Any = vars(session.renderer)["tokenizer"]
@@ -57,7 +61,8 @@ class LocalGateway:
             limits=Limits(),
             chat=None,
         )
-        door = door_type(bridge, served, api_key=secrets.token_urlsafe(24))
+        self.key = secrets.token_urlsafe(24)
+        door = door_type(bridge, served, api_key=self.key)
         params = SamplingParams(max_tokens=1)
         self.sessions = Sessions(session.renderer, params, max_context=session.max_context, idle_s=float("inf"))
         Gateway(door, self.sessions)
@@ -66,8 +71,12 @@ class LocalGateway:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self.path))
         os.chmod(self.path, 0o666)  # its folder is for this user alone; in the sandbox it is somebody else's
+        listeners, self.url = [listener], ""
+        if port:
+            listeners.append(socket.create_server(("127.0.0.1", 0)))
+            self.url = f"http://127.0.0.1:{listeners[-1].getsockname()[1]}"
         self._server = uvicorn.Server(uvicorn.Config(door.app, lifespan="off", log_level="warning", access_log=False))
-        self._thread = threading.Thread(target=self._server.run, args=([listener],), name="gateway", daemon=True)
+        self._thread = threading.Thread(target=self._server.run, args=(listeners,), name="gateway", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -81,7 +90,7 @@ class Harness:
     """Args:
     tasks, task_options: the environment whose tasks are played and that scores them; it has `step`.
     command: of the program.
-    files: name in /work -> text.
+    files: (name in /work, text).
     env: more variables for the program.
     seconds: that an episode's program may take.
     readable: folders of this machine that the program may read, such as those that it is installed in.
@@ -94,7 +103,7 @@ class Harness:
         command: Sequence[str],
         *,
         task_options: Mapping[str, Any] = NOTHING,
-        files: Mapping[str, str] = NOTHING,
+        files: Sequence[tuple[str, str]] = (),
         env: Mapping[str, str] = NOTHING,
         seconds: float = 60.0,
         memory_mb: int = 2048,
@@ -106,11 +115,11 @@ class Harness:
         self.tasks: Environment = make(tasks, task_options)
         if not hasattr(self.tasks, "step"):
             raise ValueError(f"tasks: {tasks!r} drives conversations of its own; take an environment with `step`")
-        for name in files:
+        for name, _ in files:
             if Path(name).name != name:
                 raise ValueError(f"files: {name!r} must be a plain file name")
         self.name = f"harness/{self.tasks.name}"
-        self.command, self.files, self.env = tuple(command), dict(files), dict(env)
+        self.command, self.files, self.env = tuple(command), tuple(files), dict(env)
         self._sandbox = Sandbox(seconds=seconds, memory_mb=memory_mb, processes=processes, file_mb=64, readable=tuple(readable))
         self._bridge = Bridge()
         self._gateway: LocalGateway | None = None
@@ -139,10 +148,16 @@ class Harness:
         answer: Message = {"role": "assistant", "content": own[-1].messages[0]["content"]}
         return replace(self.tasks.step(task, [*task.messages, answer]), done=True, messages=())
 
+    def close(self) -> None:
+        """Ends the gateway; no episode may run."""
+        self._pool.shutdown()
+        if self._gateway is not None:
+            self._gateway.close()
+
     def _play(self, task: Task, key: str, gate: Path) -> Ran:
         url = f"http://127.0.0.1:{PORT}"
         env = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
         with workspace() as folder:
-            for name, text in self.files.items():
+            for name, text in self.files:
                 (folder / name).write_text(text)
             return self._sandbox.run(self.command, folder, task.messages[-1]["content"], gate=gate, env={**env, **self.env})

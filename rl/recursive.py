@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from rl.agents import MAIN, Agent, Ask, parallel
-from rl.environments import Reward, Step, Task, answer_text, component_weights, make_task, text_scores
+from rl.environments import Reward, Step, Task, answer_text, make_task
 from rl.messages import Message
+from rl.scoring import component_weights, text_scores
 
 LONGEST = 12
 """characters of an agent's answer that its parent reads"""

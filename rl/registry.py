@@ -31,6 +31,8 @@ from rl.wires import Identity
 FLUSH_SECONDS = 5.0
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 DEFAULT = "default"
+MOST_OF_NAME = 150
+"""of a file: file systems have names of up to 255 bytes"""
 MOST_REQUESTS = 10_000
 """of a session"""
 
@@ -83,6 +85,8 @@ class Sessions:
         Raises:
             ApiError: it is finished, or its name cannot be one.
         """
+        if path_name is not None and not NAME.fullmatch(path_name):
+            raise ApiError(f"session: {path_name[:100]!r} cannot be a name; it must match {NAME.pattern}", param="session")
         return self.named(path_name or self.owner(key) or who.session or DEFAULT, make=True)
 
     def named(self, name: str, *, make: bool = False) -> Session:
@@ -116,19 +120,23 @@ class Sessions:
             self._make(name, fields)
             return name, self._new_key(name)
 
-    def adopt(self, session: Session) -> str:
-        """Takes in a session that somebody else has made, and writes; returns the key that opens it until it is dropped."""
+    def adopt(self, session: Session, name: str | None = None) -> str:
+        """Takes in a session that somebody else has made, and writes; returns the key that opens it until it is dropped.
+
+        Args:
+            name: what clients call it, where that is not the episode's id.
+        """
         with self._lock:
-            name = session.graph.episode.id
+            name = name or session.graph.episode.id
             self._sessions[name] = session
             return self._new_key(name)
 
     def drop(self, session: Session) -> None:
         """Lets nobody into an adopted session any more."""
         with self._lock:
-            name = session.graph.episode.id
-            self._sessions.pop(name, None)
-            self._forget_keys(name)
+            for name in [name for name, known in self._sessions.items() if known is session]:
+                del self._sessions[name]
+                self._forget_keys(name)
 
     def _new_key(self, name: str) -> str:
         key = f"tx-{secrets.token_urlsafe(24)}"
@@ -146,8 +154,8 @@ class Sessions:
             session = self.named(name)
             if session.running:
                 raise ApiError(f"session: {name!r} has requests in flight; finish it when they have ended", status=409)
-            self._finished.add(name)
             self._end(name, status, rewards, reason)
+            self._finished.add(name)
         return session.counts()
 
     def close(self) -> None:
@@ -194,7 +202,10 @@ class Sessions:
         self._write(session)
 
     def _file(self, episode: str) -> Path:
-        return (self.folder or Path("/nonexistent")) / f"session_{quote(episode, safe='')}.parquet"
+        name = quote(episode, safe="")  # of a client's own header, it may be anything that can be printed
+        if len(name) > MOST_OF_NAME:
+            name = f"{name[:MOST_OF_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        return (self.folder or Path("/nonexistent")) / f"session_{name}.parquet"
 
     def _write_often(self) -> None:
         while not self._closing.wait(FLUSH_SECONDS):
@@ -236,6 +247,8 @@ def open_body(raw: bytes) -> dict[str, Any]:
             value = body.pop(name)
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ApiError(f"{name}: must be {'text' if kind is str else 'a whole number'}, got {value!r}", param=name)
+            if isinstance(value, str):
+                _check_text(name, value)
             if isinstance(value, int) and not 0 <= value < 2**32:
                 raise ApiError(f"{name}: must be in [0, 2^32), got {value}", param=name)
             fields[field] = value
@@ -257,6 +270,7 @@ def finish_body(raw: bytes) -> list[Reward]:
         param = f"rewards.{i}"
         if not isinstance(item, dict) or not isinstance(item.get("name"), str) or set(item) - {"name", "score", "weight"}:
             raise ApiError(f'{param}: must be {{"name": text, "score": number or null, "weight": number}}', param=param)
+        _check_text(f"{param}.name", item["name"])
         numbers = [item.get("score"), item.get("weight", 1.0)]
         if any(isinstance(x, bool) or not isinstance(x, int | float | None) for x in numbers) or numbers[1] is None:
             raise ApiError(f"{param}: score and weight are numbers", param=param)
@@ -265,6 +279,11 @@ def finish_body(raw: bytes) -> list[Reward]:
         except (ValueError, OverflowError) as error:
             raise ApiError(f"{param}.{error}", param=param) from None
     return rewards
+
+
+def _check_text(name: str, value: str) -> None:
+    if len(value) > MOST_OF_NAME or not value.isprintable():  # half of a surrogate pair cannot be printed, nor written down
+        raise ApiError(f"{name}: has at most {MOST_OF_NAME} characters, and none that cannot be printed", param=name)
 
 
 def _object(raw: bytes) -> dict[str, Any]:

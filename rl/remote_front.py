@@ -53,5 +53,9 @@ class RemoteFront:
         self.version = max([self.version, *completion.versions.tolist()])
         yield completion
 
+    async def close(self) -> None:
+        """Closes its connections."""
+        await self._http.aclose()
+
     async def update(self, prepare: Callable[[], Update]) -> Acknowledgement:
         raise AssertionError("the server of the engine takes its updates itself")

@@ -87,6 +87,9 @@ class Run:
         """Ends the processes that run environments and engines, if any do."""
         if self.steps is not None:
             self.steps.close()
+        close = getattr(self.environment, "close", None)
+        if close is not None:
+            close()
         self.fleet.close()
 
     @cached_property

@@ -276,14 +276,15 @@ class Session:
         parent_agent = who.agent if not own else "main" if who.parent in (None, who.agent) else who.parent
         parent = self._call(Identity(agent=parent_agent), "turn", True)
         above = self.graph.calls[parent]
-        asked = [node.id for node in self.graph.nodes if node.call == parent]
+        # the parent may have asked on before its child does
+        said = [node.id for node in self.graph.nodes if node.call == parent and node.kind == "sampled"]
         call = Call(
             id=len(self.graph.calls),
             parent=parent,
             agent=who.agent,
             role="assistant" if kind == "turn" else kind,
             depth=above.depth + own,
-            position=len(self.graph.path_ids(asked[-1])) if asked else 0,
+            position=len(self.graph.path_ids(said[-1])) if said else 0,
             trainable=sampled and kind in self.trainable,
         )
         self.graph.calls.append(call)

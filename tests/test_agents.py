@@ -1,6 +1,7 @@
 """Agents on a scripted engine: append-only, compacting, recursive; limits, errors, time-outs; what is trained of them."""
 
 import random
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.types import Completion, FinishReason, Request, SamplingParams
+from rl import agents, environments
 from rl.agents import Agent, Ask, ContextOverflow, TurnsOver, parallel, use
 from rl.calculator import Calculator, calculate
 from rl.columns import write
@@ -24,8 +26,10 @@ from rl.environments import Reward, Step, Task, finish, make_task
 from rl.episodes import Episodes
 from rl.messages import Message, ToolCall
 from rl.recursive import Halves
+from rl.renderers import RENDERERS, Renderer
 from rl.rollout import Rollout, recorded
 from rl.run import make_steps
+from tests.runs import REPO
 from tests.scripted import END, RENDERER, TOKENIZER, Scripted
 
 Script = Callable[[str, str], str]
@@ -58,8 +62,10 @@ class Playing:
         return make_task(self.name, key, [user(f"task {key}")])
 
 
-def play(engine: Any, environment: Any, *, tasks: int = 1, samples: int = 1, **options: Any) -> list[Rollout]:
-    running = Episodes(engine, environment.run, RENDERER, **{"seed": 3, "max_turns": 30, "max_context": 2000, **options})
+def play(
+    engine: Any, environment: Any, *, tasks: int = 1, samples: int = 1, renderer: Renderer = RENDERER, **options: Any
+) -> list[Rollout]:
+    running = Episodes(engine, environment.run, renderer, **{"seed": 3, "max_turns": 30, "max_context": 2000, **options})
     params = SamplingParams(max_tokens=20, temperature=0.7)
     tasks_ = [environment.task(key) for key in range(tasks)]
     return running.finish(running.start(tasks_, samples=samples, params=params, label="train-1", trainable=True))
@@ -84,6 +90,35 @@ def test_an_append_only_agent_is_one_branch() -> None:
     assert branch.mask.sum() == branch.weights.sum() == rollout.sampled_tokens
     assert [node.kind for node in rollout.graph.nodes] == ["prompt", "sampled", "tool", "sampled"]
     assert rollout.turns == 2 and len(rollout.graph.calls) == 1
+
+
+def test_a_renderers_own_form_of_a_call() -> None:
+    """A call and a broken one, in one branch: nothing of a sampled call is written again."""
+    renderer = RENDERERS["qwen3"](TOKENIZER)
+    turns = iter(['{"name": "calculator", "arguments": {"expression": "4+5"}}', '{"name": "abacus", "arguments": {}}', None])
+
+    def answers(request: Request) -> tuple[list[int], FinishReason]:
+        turn = next(turns)
+        text = "9" if turn is None else f"<tool_call>\n{turn}\n</tool_call>"
+        return [*TOKENIZER.encode(text, allow_special=True), renderer.stop_ids[0]], FinishReason.STOP
+
+    [rollout] = play(Scripted(answers), Calculator(9), renderer=renderer)
+    called = [message["tool_calls"][0] for message in rollout.messages if "tool_calls" in message]
+    results = [message for message in rollout.messages if message["role"] == "tool"]
+    assert [result["content"] for result in results] == ["9", "error: there is no tool 'abacus'; there is calculator"]
+    assert [call["id"] for call in called] == [result.get("tool_call_id") for result in results]
+    [branch] = rollout.graph.branches()
+    assert branch.mask.sum() == rollout.sampled_tokens and rollout.turns == 3
+
+
+@pytest.mark.parametrize(("file", "name", "reward"), [("agents.py", "Twice", 1.0), ("README.md", "Checked", 1.0)])
+def test_the_examples_run(file: str, name: str, reward: float) -> None:
+    text = (REPO / "rl" / file).read_text().partition(f"    class {name}:")
+    block = f"    class {name}:" + text[2].partition("\n\n\n")[0].split("\n\nAn agent yields")[0].split("\n\n- An ask")[0]
+    made: dict[str, Any] = {**vars(agents), **vars(environments)}
+    exec(textwrap.dedent(block), made)
+    [rollout] = play(engine_of(lambda call, prompt: "7"), made[name]())
+    assert ended(rollout) == ("completed", "stop", reward) and rollout.turns == 2
 
 
 def test_several_asks_are_sampled_together_and_fork() -> None:

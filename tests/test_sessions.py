@@ -2,9 +2,10 @@
 trained once, or for a reason not at all."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,15 @@ from hypothesis import strategies as st
 from inference.errors import ApiError
 from inference.types import Completion, FinishReason, SamplingParams, Tokens
 from rl.columns import read, write
+from rl.graph import Graph
+from rl.histories import Histories
 from rl.messages import CallKind, Message, Tool, ToolCall
-from rl.records import Episode, Node
+from rl.records import Call, Episode, Node
 from rl.renderers import ChatML, Qwen3, Renderer
 from rl.sessions import Asked, Session
-from rl.wires import Identity, Turn
+from rl.wire_chat import WIRE as CHAT
+from rl.wire_responses import WIRE as RESPONSES
+from rl.wires import ContextOverflow, Identity, Turn
 from tests.merging import merging
 
 TOKENIZER = merging()
@@ -27,17 +32,17 @@ LOOK: Tool = {"name": "look", "description": "", "parameters": {"type": "object"
 MAIN = Identity()
 
 
-def new_session(renderer: Renderer | None = None, **options: int) -> Session:
+def new_session(renderer: Renderer | None = None, **options: Any) -> Session:
     episode = Episode(id="e", env="gateway", key=0, content_hash="", group_id="e", seed=0)
     params = SamplingParams(max_tokens=1000)
-    return Session(episode, renderer or Qwen3(TOKENIZER), params, **{"max_context": 10**6, **options})
+    return Session(Graph(episode), renderer or Qwen3(TOKENIZER), params, **{"max_context": 10**6, **options})
 
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def turn(messages: Sequence[Message], kind: CallKind = "turn", **sampling: int) -> Turn:
+def turn(messages: Sequence[Message], kind: CallKind = "turn", **sampling: Any) -> Turn:
     return Turn(model="m", messages=tuple(messages), tools=(LOOK,), kind=kind, sampling=sampling)
 
 
@@ -81,7 +86,7 @@ def encode(text: str, split: bool = False) -> list[int]:
     return [i for token in encode(text) for i in (TOKENIZER.decode([token]).encode() if token > 263 else [token])]
 
 
-def answer(session: Session, messages: Sequence[Message], text: str, who: Identity = MAIN, **changes: int) -> Message:
+def answer(session: Session, messages: Sequence[Message], text: str, who: Identity = MAIN, **changes: Any) -> Message:
     """Asks, samples this text, and gives the message as clients send it back."""
     asked, mine = session.ask(turn(messages, **changes), who)
     assert mine
@@ -115,7 +120,9 @@ def reserialised(message: Message) -> Message:
     def again(call: ToolCall) -> ToolCall:
         return {**call, "id": "other", "arguments": json.dumps(json.loads(call["arguments"]), sort_keys=True, indent=1)}
 
-    return {**message, "tool_calls": [again(call) for call in message.get("tool_calls", ())]}
+    plain = message.copy()
+    plain["tool_calls"] = [again(call) for call in message.get("tool_calls", ())]
+    return plain
 
 
 def thoughtless(message: Message) -> Message:
@@ -125,12 +132,19 @@ def thoughtless(message: Message) -> Message:
 
 
 def rewritten(message: Message) -> Message:
-    calls = [{**call, "arguments": '{"repaired": true}'} for call in message.get("tool_calls", ())]
-    return {**message, "content": ("" if calls else "edited: ") + message["content"], "tool_calls": calls}
+    plain = message.copy()
+    calls: list[ToolCall] = [{**call, "arguments": '{"repaired": true}'} for call in message.get("tool_calls", ())]
+    plain["content"], plain["tool_calls"] = ("" if calls else "edited: ") + message["content"], calls
+    return plain
 
 
-FAITHFUL = (dict, unmarked, reserialised)
-ECHOES = (*FAITHFUL, thoughtless, rewritten)
+def verbatim(message: Message) -> Message:
+    return message
+
+
+Echo = Callable[[Message], Message]
+FAITHFUL: tuple[Echo, ...] = (verbatim, unmarked, reserialised)
+ECHOES: tuple[Echo, ...] = (*FAITHFUL, thoughtless, rewritten)
 
 
 @dataclass
@@ -289,3 +303,160 @@ def test_whatever_clients_do(tmp_path_factory: pytest.TempPathFactory, script: l
             world.answer(agent, request, wanted, step)
     assert world.session.running == 0
     world.check(tmp_path_factory.mktemp("record"))
+
+
+# ---- cases that have bitten others (C: faults of other systems)
+
+
+def test_another_split_of_the_text_is_kept() -> None:
+    """C1: 64 rollouts of turns that the tokenizer would write otherwise are 64 samples, extended byte for byte."""
+    ids = [token for part in ("json", "p", "renderer") for token in TOKENIZER.encode(part)]
+    assert TOKENIZER.encode("jsonprenderer") != ids
+    samples = 0
+    for seed in range(64):
+        session = new_session()
+        history = [user(f"go {seed}")]
+        for number in range(3):
+            asked, _ = session.ask(turn(history), MAIN)
+            said = [*ids, END]
+            message = session.commit(asked, sampled(asked, said))
+            assert message["content"] == "jsonprenderer"
+            history += [message, {"role": "tool", "content": f"result {number}", "name": "look"}]
+            following, _ = session.ask(turn(history), MAIN)
+            assert list(following.request.prompt_ids[: len(asked.request.prompt_ids) + len(said)]) == [
+                *asked.request.prompt_ids,
+                *said,
+            ]
+            session.abandon(following, (), "looked at only")
+        counts = session.counts()
+        assert counts["breaks"] == 0 and counts["trained_tokens"] == 3 * (len(ids) + 1)
+        samples += counts["samples"]
+    assert samples == 64
+
+
+def test_arguments_and_tools_in_other_forms() -> None:
+    """C2: arguments parsed and written again, keys reordered, are the same call; tools of Chat and Responses the same ids."""
+    session = new_session()
+    schema = {"type": "object", "properties": {"x": {"type": "boolean"}, "y": {"type": "number"}}, "required": ["x"]}
+    about = {"name": "look", "description": "Looks.", "parameters": schema}
+    chat = {"model": "m", "messages": [user("hi")], "tools": [{"type": "function", "function": about}]}
+    flat = {"model": "m", "input": [user("hi")], "tools": [{"strict": False, **about, "type": "function"}]}
+    first, _ = session.ask(CHAT.parse(json.dumps(chat).encode(), {}), MAIN)
+    other, mine = session.ask(RESPONSES.parse(json.dumps(flat).encode(), {}), MAIN)
+    assert other is first and not mine
+    session.commit(first, sampled(first, [*encode(CALL % '{"y": 1.0, "x": false}'), END]))
+    for arguments in ('{"x":false,"y":1}', '{"y": 1.0, "x": false}', '{ "x": false , "y": 1e0 }'):
+        call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "c", "content": f"after {arguments}"}
+        body = {**chat, "messages": [user("hi"), said, result]}
+        asked, _ = session.ask(CHAT.parse(json.dumps(body).encode(), {}), MAIN)
+        assert session.graph.path(asked.node)[1] == 1  # behind the sampled turn
+    assert session.breaks == 0
+    body["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"x": true, "y": 1}'
+    session.ask(CHAT.parse(json.dumps(body).encode(), {}), MAIN)
+    assert session.breaks == 1
+
+
+@pytest.mark.parametrize("who", ["client", "template"])
+def test_stripped_thinking_is_a_branch_of_its_own(who: str) -> None:
+    """C6: never merged with the one that had it."""
+    session = new_session(Qwen3(TOKENIZER, keep_thinking=who == "client"))
+    history = [user("hi")]
+    for number in range(3):
+        message = answer(session, history, THINKING + f"done {number}")
+        assert message.get("thinking")
+        history += [thoughtless(message) if who == "client" else message, user("go on")]
+    counts = session.counts()
+    assert counts["samples"] == 3 and counts["breaks"] == 2
+    paths = [branch.ids.tolist() for branch in session.graph.branches()]
+    think = TOKENIZER.special_id("<think>")
+    assert all(path.count(think) == 1 for path in paths)  # its own
+    assert all(branch.weights.sum() == branch.mask.sum() for branch in session.graph.branches())
+
+
+def test_the_name_says_which_of_two_equal_turns() -> None:
+    session = new_session()
+    history = [user("hi")]
+    parts = [["json", "p", "renderer"], ["jsonp", "renderer"]]
+    said: list[tuple[str, list[int]]] = []
+    for number, texts in enumerate(parts):
+        asked, _ = session.ask(turn(history, max_tokens=100 - number), MAIN)
+        ids = [*(token for text in texts for token in TOKENIZER.encode(text)), END]
+        assert session.commit(asked, sampled(asked, ids))["content"] == "jsonprenderer"
+        said.append((asked.name, ids))
+    assert session.counts()["nodes"] == {"retried": 1, "live": 1}
+    for name, ids in [*said, ("", said[1][1])]:  # who names none, means the last
+        back: Message = {"role": "assistant", "content": "jsonprenderer", "id": name}
+        asked, _ = session.ask(turn([*history, back, user(f"after {name}")]), MAIN)
+        prompt = session.graph.path_ids(asked.node)
+        start = len(session.graph.nodes[0].ids)
+        assert prompt[start : start + len(ids)] == ids
+    # each has been gone on from, so both count
+    assert session.counts()["nodes"] == {"live": 2}
+
+
+def test_an_agents_own_turn_comes_before_anothers() -> None:
+    """Two agents that were asked the same and said the same, in other tokens."""
+    session = new_session()
+    one, two = Identity(agent="one"), Identity(agent="two")
+    history = [user("hi")]
+    ids = {}
+    for who, split in ((one, False), (two, True)):
+        asked, mine = session.ask(turn(history), who)
+        assert mine
+        ids[who.agent] = [*encode("jsonprenderer", split), END]
+        message = session.commit(asked, sampled(asked, ids[who.agent]))
+    for who in (one, two):
+        asked, _ = session.ask(turn([*history, message, user("and now")]), who)
+        start = len(session.graph.nodes[0].ids)
+        assert list(asked.request.prompt_ids)[start : start + len(ids[who.agent])] == ids[who.agent]
+    assert session.breaks == 0
+
+
+def test_what_is_not_trained() -> None:
+    """Summaries and titles, and greedy turns; they are recorded, as calls of their own."""
+    session = new_session(client_sampling=True)
+    history = [user("hi"), answer(session, [user("hi")], "hello")]
+    answer(session, [*history, user("sum it up")], "all", kind="compaction")
+    answer(session, [*history, user("be exact")], "exactly", temperature=0)
+    counts = session.counts()
+    assert counts["samples"] == 1 and counts["trained_tokens"] == len(encode("hello")) + 1
+    assert counts["auxiliary"] == ["compaction"] and counts["breaks"] == 0
+    assert [(call.role, call.trainable, call.depth, call.parent) for call in session.graph.calls] == [
+        ("assistant", True, 0, None),
+        ("compaction", False, 0, 0),
+        ("assistant", False, 0, 0),
+    ]
+
+
+def test_call_trees() -> None:
+    """Parents that are named, or not there yet; where in the parent a child began."""
+    session = new_session()
+    answer(session, [user("hi")], "I ask two")
+    length = len(session.graph.path_ids(1))
+    answer(session, [user("one's task")], "done", Identity(agent="one", parent="main"))
+    answer(session, [user("two's task")], "done", Identity(agent="two", parent="one"))
+    answer(session, [user("three's task")], "done", Identity(agent="three", parent="nobody"))
+    calls: list[Call] = session.graph.calls
+    assert [(call.agent, call.parent, call.depth) for call in calls] == [
+        ("main", None, 0),
+        ("one", 0, 1),
+        ("two", 1, 2),
+        ("nobody", 0, 1),
+        ("three", 3, 2),
+    ]
+    assert calls[1].position == length and calls[3].position == length and calls[4].position == 0
+    assert session.counts()["samples"] == 4
+
+
+def test_limits() -> None:
+    session = new_session(max_context=60)
+    with pytest.raises(ContextOverflow, match=r"60 tokens.*shorten") as refused:
+        session.ask(turn([user("x" * 100)]), MAIN)
+    assert refused.value.most == 60 < refused.value.prompt_tokens
+    assert session.asked == 0 and not session.graph.nodes
+    asked, _ = new_session().ask(turn([user("hi")], max_tokens=7, top_k=3), MAIN)
+    assert asked.request.params.max_tokens == 7 and asked.request.params.top_k == 0  # the run's own
+    with pytest.raises(ValueError, match="at least one message"):
+        Histories(session.graph, session.renderer).prompt([])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rl.environments import Step
+from rl.environments import AgentEnvironment, Environment, Step
 from rl.kinds import make
 from rl.workers import Inline, StepError, WorkerDied, Workers
 
@@ -55,6 +55,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+def odd() -> Environment:
+    made = make(ODD, {})
+    assert not isinstance(made, AgentEnvironment)
+    return made
+
+
 def written(path: Path) -> list[int]:
     until(lambda: path.exists() and path.read_text())
     return [int(word) for word in path.read_text().split()]
@@ -62,7 +68,7 @@ def written(path: Path) -> list[int]:
 
 def test_equal_to_inline_in_any_order(workers: Workers) -> None:
     """An environment that prints breaks nothing; scores come back bit for bit."""
-    inline = Inline(make(ODD, {}))
+    inline = Inline(odd())
     contents = [f"{'x' * i} answer" for i in range(20)] + ["more"]
     there = [ask(workers, content, key) for key, content in reversed([*enumerate(contents)])]
     here = [ask(inline, content, key) for key, content in enumerate(contents)]
@@ -71,7 +77,7 @@ def test_equal_to_inline_in_any_order(workers: Workers) -> None:
 
 def test_errors_have_class_and_text(workers: Workers) -> None:
     """As the episode records them, `KeyError: 'k'`."""
-    error, own = ask(workers, "raise k").exception(DEADLINE), ask(Inline(make(ODD, {})), "raise k").exception()
+    error, own = ask(workers, "raise k").exception(DEADLINE), ask(Inline(odd()), "raise k").exception()
     assert isinstance(error, StepError) and isinstance(own, KeyError)
     assert (type(error).__name__, str(error)) == (type(own).__name__, str(own)) == ("KeyError", "'k'")
 
@@ -81,7 +87,7 @@ def test_a_killed_workers_step_goes_to_another(workers: Workers, tmp_path: Path)
     answer = ask(workers, f"once {mark}")
     (pid,) = written(mark)
     os.kill(pid, signal.SIGKILL)
-    assert answer.result(DEADLINE) == ask(Inline(make(ODD, {})), f"once {mark}").result()
+    assert answer.result(DEADLINE) == ask(Inline(odd()), f"once {mark}").result()
     assert pid not in [process.pid for process in workers.processes if process]
 
 
