@@ -43,9 +43,13 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class LocalGateway:
-    """A gateway on a Unix socket, in a thread. Only keys of adopted sessions are let in."""
+    """A gateway on a Unix socket, in a thread. Only keys of adopted sessions are let in.
 
-    def __init__(self, session: Session, bridge: Bridge) -> None:
+    Args:
+        port: on this machine's own address too, at `url`, where `key` opens all of its sessions.
+    """
+
+    def __init__(self, session: Session, bridge: Bridge, *, port: bool = False) -> None:
         uvicorn = importlib.import_module("uvicorn")
         door_type = importlib.import_module("inference.api").Door
         tokenizer: Any = vars(session.renderer)["tokenizer"]
@@ -57,7 +61,8 @@ class LocalGateway:
             limits=Limits(),
             chat=None,
         )
-        door = door_type(bridge, served, api_key=secrets.token_urlsafe(24))
+        self.key = secrets.token_urlsafe(24)
+        door = door_type(bridge, served, api_key=self.key)
         params = SamplingParams(max_tokens=1)
         self.sessions = Sessions(session.renderer, params, max_context=session.max_context, idle_s=float("inf"))
         Gateway(door, self.sessions)
@@ -66,8 +71,12 @@ class LocalGateway:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self.path))
         os.chmod(self.path, 0o666)  # its folder is for this user alone; in the sandbox it is somebody else's
+        listeners, self.url = [listener], ""
+        if port:
+            listeners.append(socket.create_server(("127.0.0.1", 0)))
+            self.url = f"http://127.0.0.1:{listeners[-1].getsockname()[1]}"
         self._server = uvicorn.Server(uvicorn.Config(door.app, lifespan="off", log_level="warning", access_log=False))
-        self._thread = threading.Thread(target=self._server.run, args=([listener],), name="gateway", daemon=True)
+        self._thread = threading.Thread(target=self._server.run, args=(listeners,), name="gateway", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment | AgentEnvironment] | str] = {
     "tally": Tally,
     "halves": Halves,
     "harness": "rl.harness:Harness",  # a server comes with it
+    "verifiers": "rl.verifiers_environment:Verifiers",
 }
 
 

@@ -120,19 +120,23 @@ class Sessions:
             self._make(name, fields)
             return name, self._new_key(name)
 
-    def adopt(self, session: Session) -> str:
-        """Takes in a session that somebody else has made, and writes; returns the key that opens it until it is dropped."""
+    def adopt(self, session: Session, name: str | None = None) -> str:
+        """Takes in a session that somebody else has made, and writes; returns the key that opens it until it is dropped.
+
+        Args:
+            name: what clients call it, where that is not the episode's id.
+        """
         with self._lock:
-            name = session.graph.episode.id
+            name = name or session.graph.episode.id
             self._sessions[name] = session
             return self._new_key(name)
 
     def drop(self, session: Session) -> None:
         """Lets nobody into an adopted session any more."""
         with self._lock:
-            name = session.graph.episode.id
-            self._sessions.pop(name, None)
-            self._forget_keys(name)
+            for name in [name for name, known in self._sessions.items() if known is session]:
+                del self._sessions[name]
+                self._forget_keys(name)
 
     def _new_key(self, name: str) -> str:
         key = f"tx-{secrets.token_urlsafe(24)}"

@@ -173,9 +173,11 @@ class Relayed(Response):
             if ended == "stopped":
                 await self._fail(ApiError("the server is shutting down", status=503), send)
         finally:
-            self._relay.active -= 1
-            if self._upstream.method == "POST":
-                self._relay.record(self._session, self._line())
+            try:
+                if self._upstream.method == "POST":
+                    self._relay.record(self._session, self._line())
+            finally:
+                self._relay.active -= 1
 
     async def _work(self, send: Send) -> None:
         try:

@@ -1,13 +1,18 @@
 """Environments: deterministic tasks, disjoint keys, rewards with their rules."""
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inference.types import FinishReason, SamplingParams
 from rl import environments
+from rl.agents import stepping
 from rl.environments import (
     EVAL_KEYS,
     EXAMPLE_KEYS,
@@ -25,6 +30,9 @@ from rl.environments import (
     make_task,
     total_reward,
 )
+from rl.episodes import Episodes
+from rl.workers import Inline
+from tests.scripted import END, RENDERER, TOKENIZER, Scripted
 
 
 class Echo:
@@ -54,6 +62,31 @@ def test_a_users_environment_is_enough() -> None:
     env: Environment = Echo()
     assert answered(env, env.task(5), " 5\n") == {"exact": 1.0}
     assert answered(env, env.task(5), "6") == {"exact": 0.0}
+
+
+def test_the_environment_of_the_readme() -> None:
+    """The block as it stands: a guess, a hint, the answer; one that is broken off; one that says no number."""
+    text = (Path(environments.__file__).parent / "README.md").read_text()
+    block = text.partition("## Write an environment\n\n")[2].partition("\n\nName it")[0]
+    assert len(lines := [line for line in block.splitlines() if line]) <= 20
+    assert all(line.startswith("    ") for line in lines)
+    names: dict[str, Any] = {}
+    exec(compile(textwrap.dedent(block), "README.md", "exec"), names)
+    environment = names["Guess"](most=10)
+
+    def play(*guesses: str, max_turns: int) -> tuple[str, float | None, list[str]]:
+        said = iter(guesses)
+        engine = Scripted(lambda request: ([*TOKENIZER.encode(next(said)), END], FinishReason.STOP))
+        begin = partial(stepping, Inline(environment))
+        episodes = Episodes(engine, begin, RENDERER, seed=1, max_context=1000, max_turns=max_turns)
+        params = SamplingParams(max_tokens=5)
+        batch = episodes.start([environment.task(3)], samples=1, params=params, label="t", trainable=True)
+        [rollout] = episodes.finish(batch)
+        return rollout.graph.episode.status, rollout.reward, [m["content"] for m in rollout.messages if m["role"] == "user"][1:]
+
+    assert play("0", "5", "1", max_turns=3) == ("completed", 1.0, ["more", "less"])
+    assert play("0", "5", max_turns=2) == ("truncated", 0.0, ["more"])
+    assert play("what?", max_turns=3) == ("completed", 0.0, [])
 
 
 def test_key_ranges_are_disjoint_and_example_keys_refused() -> None:
