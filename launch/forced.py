@@ -1,11 +1,11 @@
 """An engine's front where answers can be given beforehand, token by token: what a tiny model would never say.
 
-The engine samples each token under the constraint that it is the one given, so that prompts, pages and log-probs are real ones.
+The engine samples each token as the one that may be sampled after all before it: prompts, pages and log-probs are real. The
+log-probs are those under the full vocabulary at temperature 1, which are the sampler's where it cuts nothing.
 """
 
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import fields, replace
 from typing import Any
 
@@ -30,26 +30,21 @@ class Forced(AsyncEngine):
     def stream(self, request: Request) -> AsyncGenerator[Tokens | Completion, None]:
         if self.requests is not None:
             self.requests[request.id] = request
-        return self._say(request, self.answers.popleft()) if self.answers else super().stream(request)
+        return self.say(request, self.answers.popleft()) if self.answers else super().stream(request)
 
-    async def _say(self, request: Request, answer: Sequence[int]) -> AsyncGenerator[Tokens | Completion, None]:
+    async def say(self, request: Request, answer: Sequence[int]) -> AsyncGenerator[Tokens | Completion, None]:
+        """The request's tokens and completion as if the model had sampled this answer."""
         said: list[Completion] = []
         for number, token in enumerate(answer[: request.params.max_tokens]):
             ids = (*request.prompt_ids, *answer[:number])
             params = replace(request.params, allowed_ids=(token,), max_tokens=1, stop=())
-            async with aclosing(
-                super().stream(replace(request, id=f"{request.id}.{number}", prompt_ids=ids, params=params))
-            ) as parts:
-                async for part in parts:
-                    if isinstance(part, Completion):
-                        said.append(part)
-                        yield Tokens(**{item.name: getattr(part, item.name) for item in fields(Tokens)})
+            one = await self.generate(replace(request, id=f"{request.id}.{number}", prompt_ids=ids, params=params))
+            assert one.ids.tolist() == [token]
+            said.append(one)
+            yield Tokens(**_arrays(said[-1:]))
         stopped = said[-1].finish_reason == FinishReason.STOP
-        arrays: dict[str, Any] = {
-            item.name: np.concatenate([getattr(part, item.name) for part in said]) for item in fields(Tokens)
-        }
         yield Completion(
-            **arrays,
+            **_arrays(said),
             request_id=request.id,
             prompt_ids=request.prompt_ids,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
@@ -58,3 +53,8 @@ class Forced(AsyncEngine):
             prefilled_tokens=sum(part.prefilled_tokens for part in said),
             prompt_logprobs=None,
         )
+
+
+def _arrays(parts: Sequence[Completion]) -> dict[str, Any]:
+    whole = {item.name: np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(Tokens)}
+    return whole | {"logprobs": whole["logprobs_full"]}

@@ -1,25 +1,18 @@
-"""A policy that supplies tokens: for clients that need a model which acts, where there is only a tiny random one.
-
-Each token goes through the real engine, as the one token that may be sampled after all before it: a real prefill, the real KV
-cache, and the log-prob that the model gives it. At temperature 1, with nothing cut, that is the one it would have been sampled
-with.
-"""
+"""A policy that supplies tokens, and a gateway in a thread: for clients that need a model which acts."""
 
 import threading
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from inference.engine import Engine
 from inference.errors import ApiError
-from inference.front import AsyncEngine
 from inference.protocol import Limits
-from inference.types import Completion, FinishReason, Request, SamplingParams, Tokens
+from inference.types import Completion, Request, SamplingParams, Tokens
+from launch.forced import Forced
 from launch.serve import Server, bind, make_door, make_engine, settings
 from models.tokenizer import ByteTokenizer
 from rl.gateway import Gateway
@@ -62,7 +55,7 @@ class Seen:
     whole: bool = False
 
 
-class Forced(AsyncEngine):
+class Policed(Forced):
     """
     Args:
         most: requests; beyond them every one is refused, as some programs go on for ever.
@@ -81,52 +74,21 @@ class Forced(AsyncEngine):
         if len(self.seen) >= self.most:
             self.refused += 1
             raise ApiError(f"the test allows {self.most} requests", status=400)
+        plain = SamplingParams(max_tokens=request.params.max_tokens, stop_ids=request.params.stop_ids, seed=request.params.seed)
+        assert request.params == plain, "the log-prob would be another"
         seen = Seen(request)
         self.seen.append(seen)
         answer = self.policy(self.tokenizer.decode(request.prompt_ids))
         wanted = [*self.tokenizer.encode(answer, allow_special=True), self.tokenizer.eos_ids[0]]
-        parts: list[Completion] = []
-        for token in wanted[: request.params.max_tokens]:
-            parts.append(await self._one(request, tuple(seen.ids), token))
-            seen.ids.append(token)
-            seen.logprobs.append(float(parts[-1].logprobs_full[0]))
-            self.after(seen)
-            yield Tokens(**_arrays(parts[-1:]))
-        seen.whole = True
-        stopped = len(parts) == len(wanted)
-        yield Completion(
-            **_arrays(parts),
-            request_id=request.id,
-            prompt_ids=request.prompt_ids,
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            stop_reason=wanted[-1] if stopped else None,
-            cached_tokens=parts[0].cached_tokens,
-            prefilled_tokens=parts[0].prefilled_tokens,
-            prompt_logprobs=None,
-        )
-
-    async def _one(self, request: Request, before: tuple[int, ...], token: int) -> Completion:
-        params = request.params
-        plain = SamplingParams(max_tokens=1, stop_ids=params.stop_ids, seed=params.seed)
-        assert replace(plain, max_tokens=params.max_tokens) == params, "the log-prob would be another"
-        one = replace(
-            request,
-            id=f"{request.id}-{len(before)}",
-            prompt_ids=request.prompt_ids + before,
-            params=replace(plain, allowed_ids=(token,)),
-        )
-        done = await self.generate(one)
-        assert done.ids.tolist() == [token]
-        return done
-
-
-def _arrays(parts: list[Completion]) -> dict[str, Any]:
-    """All tokens of parts; their log-probs are those without the restriction to the one token."""
-    whole = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("ids", "logprobs_full", "versions", "top_ids", "top_logprobs")
-    }
-    return whole | {"logprobs": whole["logprobs_full"]}
+        async with aclosing(self.say(request, wanted)) as parts:
+            async for part in parts:
+                if isinstance(part, Completion):
+                    seen.whole = True
+                else:
+                    seen.ids += part.ids.tolist()
+                    seen.logprobs += part.logprobs_full.tolist()
+                    self.after(seen)
+                yield part
 
 
 @dataclass
@@ -134,7 +96,7 @@ class Live:
     """A gateway in a thread."""
 
     url: str
-    front: Forced
+    front: Policed
     sessions: Sessions
 
     def graph(self, name: str) -> Graph:
@@ -161,7 +123,7 @@ def gateway(
         thinking: whether the model's format has it.
         options: of Sessions.
     """
-    front = Forced(engine, policy, most)
+    front = Policed(engine, policy, most)
     renderer: Renderer = Qwen3(front.tokenizer) if thinking else ChatML(front.tokenizer)
     door = make_door(engine, front.tokenizer, "tiny", Limits(), None)
     door.front = front
