@@ -116,7 +116,16 @@ os._exit(0)
 @pytest.mark.slow
 def test_a_run_on_a_program(tmp_path: Path) -> None:
     """Every turn of a program's is trained on, and the trainer's log-probs are the sampler's."""
-    ended(start(tmp_path, "steps=2", "engine.max_context=256", "trainer.tokens_per_row=512", config="tiny_harness"))
+    ended(
+        start(
+            tmp_path,
+            "steps=2",
+            "engine.max_context=256",
+            "engine.context_buckets=(256,)",
+            "trainer.tokens_per_row=512",
+            config="tiny_harness",
+        )
+    )
     for line in lines_of(tmp_path / "tiny_harness"):
         assert line["turns_mean"] == 1 and line["unscored"] == 0
         assert line["max_abs_gap"] <= 1e-5

@@ -585,7 +585,8 @@ NAMES += ["echo", "prompt", "messages", "tools", "tool_choice", "chat_template_k
 
 @given(st.sampled_from(sorted(MAKES)), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3))
 def test_any_body_is_refused_or_answered(live: Live, path: str, change: dict[str, Any]) -> None:
-    base = {TEXT: PLAIN, TALK: CHAT, IDS: {"prompt_ids": [1], "sampling": {"max_tokens": 1}}}[path]
+    ids = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+    base = {TEXT: PLAIN, TALK: CHAT, IDS: {"prompt_ids": [1], "sampling": {"max_tokens": 1}}}.get(path, ids)
     raw = json.dumps(base | change).encode()
     try:
         assert isinstance(MAKES[path](live.door.served, raw), Answer)
