@@ -1,4 +1,4 @@
-"""Serves a model over HTTP: the OpenAI API, /generate for token ids, /health, /metrics.
+"""Serves a model over HTTP: the OpenAI API, Anthropic's Messages, /generate for token ids, /health, /metrics.
 
     python -m launch.serve --model DIR_OR_HUB_ID   [--config.engine.key=value ...]
     python -m launch.serve --config configs/NAME.py [--config.key=value ...]
@@ -38,6 +38,7 @@ from inference.engine import Engine
 from inference.follower import Follower, newest
 from inference.front import AsyncEngine
 from inference.protocol import Limits
+from inference.types import SamplingParams
 from launch.cli import Parser, read_config, run_main, set_up_jax
 from models.attention import KEY_BLOCK
 from models.config import ModelConfig
@@ -45,10 +46,14 @@ from models.hf import load_hf, resolve
 from models.hf_config import read_config as read_model_config
 from models.tokenizer import Tokenizer
 from models.transformer import describe
+from rl import wire_messages, wire_responses
 from rl.build import pick
 from rl.config import EngineSection, EnvironmentSection, ModelSection, RunConfig, build
 from rl.fleet import API_KEY
+from rl.gateway import Gateway
+from rl.registry import Sessions
 from rl.run import make_model
+from rl.templates import Template
 from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Rules
@@ -72,7 +77,19 @@ def main() -> None:
     key = read_key(arguments.api_key_file)
     listener = bind(arguments.host, arguments.port, key)
     engine, tokenizer = start_engine(what, arguments.store)
-    Server(make_door(engine, tokenizer, arguments.name or what.name, what.limits, key, arguments.store)).run([listener])
+    door = make_door(engine, tokenizer, arguments.name or what.name, what.limits, key, arguments.store)
+    if isinstance(tokenizer, Tokenizer) and tokenizer.chat_template is not None:
+        add_dialects(door, tokenizer)
+    Server(door).run([listener])
+
+
+def add_dialects(door: Door, tokenizer: Tokenizer) -> None:
+    """Responses and Messages, sampled as clients say; sessions are kept while they are used, and not written down."""
+    context = door.served.max_context
+    sessions = Sessions(
+        Template(tokenizer), SamplingParams(max_tokens=context), max_context=context, idle_s=600.0, client_sampling=True
+    )
+    Gateway(door, sessions, (wire_responses.WIRE, wire_messages.WIRE))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> "argparse._MutuallyExclusiveGroup":
