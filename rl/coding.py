@@ -23,6 +23,8 @@ from rl.sandbox import Sandbox, discard, read_answer, workspace
 
 T = TypeVar("T")
 ANSWER = "answer.py"
+LONGEST = 50_000
+"""bytes of a command or path: Linux takes none of more than 128 KiB, which would look as if the sandbox had failed"""
 TEXT = {"type": "string"}
 TOOLS: tuple[Tool, ...] = (
     {
@@ -174,13 +176,13 @@ class Desk:
             self._last.add_done_callback(lambda _: discard(self.folder))
 
     def _shell(self, command: str) -> str:
-        ran = self._sandbox.run(["sh", "-c", _text(command, "command")], self.folder)
+        ran = self._sandbox.run(["sh", "-c", _argument(command, "command")], self.folder)
         how = "took too long, and was ended" if ran.code is None else f"exit status {ran.code}"
         return f"{ran.output}[{how}]"
 
     def _write(self, path: str, text: str) -> str:
         """By a command too, as a path may lead anywhere."""
-        where = shlex.quote(_text(path, "path"))
+        where = shlex.quote(_argument(path, "path"))
         script = f'set -e; at=$(dirname -- {where}); mkdir -p -- "$at"; cat > {where}'
         ran = self._sandbox.run(["sh", "-c", script], self.folder, _text(text, "text"))
         return f"wrote {path}" if ran.code == 0 else f"error: {ran.output.strip() or 'it could not be written'}"
@@ -190,3 +192,10 @@ def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise ValueError(f"{name} must be a text")
     return value
+
+
+def _argument(value: Any, name: str) -> str:
+    text = _text(value, name)
+    if len(shlex.quote(text).encode()) > LONGEST:
+        raise ValueError(f"{name} is too long; write a long text into a file")
+    return text

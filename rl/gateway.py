@@ -25,11 +25,10 @@ from inference.reply import json_response, read_body
 from inference.text import StopStrings
 from inference.types import Completion, Tokens
 from rl import wire_chat, wire_messages, wire_responses
-from rl.identity import identity
 from rl.messages import Piece
 from rl.registry import Sessions, finish_body, open_body
 from rl.sessions import Asked, Session
-from rl.wires import Event, Identity, Turn, Usage, Wire
+from rl.wires import Event, Turn, Usage, Wire
 
 WIRES: tuple[Wire, ...] = (wire_chat.WIRE, wire_responses.WIRE, wire_messages.WIRE)
 COUNT = "/v1/messages/count_tokens"
@@ -62,6 +61,7 @@ class Turned(Answer):
         super().add(index, part)
         if isinstance(part, Completion):
             if part.finish_reason == "abort":
+                self._parts = [part] if len(part.ids) else []  # all of it, to be kept
                 raise ApiError("the request was aborted by an update of the weights; send it again", status=503)
             self._session.commit(self._asked, part)
         else:
@@ -150,21 +150,16 @@ class Gateway:
         return await self.door.post(wire.path, partial(self._make, wire, request), request, self._check, wire.error)
 
     def _make(self, wire: Wire, request: Request, raw: bytes) -> Answer:
-        turn, who = self._read(wire, request, raw)
-        session = self.sessions.of(request.path_params.get("session"), given_key(request), who)
-        asked, mine = session.ask(turn, who)
+        turn = _read(wire, request, raw)
+        session = self.sessions.of(request.path_params.get("session"), given_key(request), turn.identity)
+        asked, mine = session.ask(turn, turn.identity)
         return Turned(session, asked, turn, wire, self.sessions.now(), mine)
-
-    def _read(self, wire: Wire, request: Request, raw: bytes) -> tuple[Turn, Identity]:
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        turn = wire.parse(raw, headers)
-        return turn, identity(headers)
 
     async def _count(self, request: Request) -> Response:
         wire = wire_messages.WIRE
 
         def make(raw: bytes) -> Answer:
-            turn, _ = self._read(wire, request, raw)
+            turn = _read(wire, request, raw)
             return Counted(len(self.sessions.renderer.render(turn.messages, turn.tools)))
 
         return await self.door.post(COUNT, make, request, self._check, wire.error)
@@ -201,3 +196,7 @@ class Gateway:
         name = request.path_params["session"]
         counts = await asyncio.to_thread(self.sessions.finish, name, "completed", body)
         return json_response(counts)
+
+
+def _read(wire: Wire, request: Request, raw: bytes) -> Turn:
+    return wire.parse(raw, {name.lower(): value for name, value in request.headers.items()})

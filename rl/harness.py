@@ -30,7 +30,7 @@ from typing import Any
 from inference.answers import Served
 from inference.protocol import Limits
 from inference.types import SamplingParams
-from rl.agents import Agent, Attach
+from rl.agents import MAIN, Agent, Attach
 from rl.bridge import Bridge
 from rl.environments import Environment, Step, Task
 from rl.gateway import Gateway
@@ -70,6 +70,7 @@ class LocalGateway:
         self.path = Path(self._folder.name) / "gate"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self.path))
+        listener.listen()  # programs can connect from now on
         os.chmod(self.path, 0o666)  # its folder is for this user alone; in the sandbox it is somebody else's
         listeners, self.url = [listener], ""
         if port:
@@ -142,7 +143,8 @@ class Harness:
         if ran.code is None:
             raise TimeoutError(f"the program took longer than {self._sandbox.seconds:g} s: {ran.output}")
         said = [node for node in session.graph.nodes if node.kind == "sampled" and node.status in ("live", "cut")]
-        own = [node for node in said if session.graph.calls[node.call].agent == "main"]
+        calls = session.graph.calls
+        own = [node for node in said if (calls[node.call].agent, calls[node.call].role) == (MAIN, "assistant")]
         if not own:
             raise RuntimeError(f"the program has ended with status {ran.code} and has asked nothing: {ran.output}")
         answer: Message = {"role": "assistant", "content": own[-1].messages[0]["content"]}

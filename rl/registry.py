@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -61,7 +62,8 @@ class Sessions:
         self.client_sampling, self.seed = client_sampling, seed
         self._sessions: dict[str, Session] = {}
         self._keys: dict[bytes, str] = {}
-        """digest of a key -> session: the time that it takes to look one up tells nothing about a key"""
+        """digest of a key -> session: the time that it takes to look one up tells nothing about a key. Keys outlive sessions:
+        who still has one must not get into another."""
         self._finished: set[str] = set()
         self._lock = threading.RLock()
         self._closing = threading.Event()
@@ -152,8 +154,6 @@ class Sessions:
         """Closes a session and writes its record; returns its counts."""
         with self._lock:
             session = self.named(name)
-            if session.running:
-                raise ApiError(f"session: {name!r} has requests in flight; finish it when they have ended", status=409)
             self._end(name, status, rewards, reason)
             self._finished.add(name)
         return session.counts()
@@ -196,10 +196,11 @@ class Sessions:
         self._end(name, "completed", (), "idle")
 
     def _end(self, name: str, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
-        session = self._sessions.pop(name)
-        self._forget_keys(name)
+        """A session stays, to be ended again, where its record cannot be written. ApiError: it has requests in flight."""
+        session = self._sessions[name]
         session.finish(status, rewards, reason)
         self._write(session)
+        del self._sessions[name]
 
     def _file(self, episode: str) -> Path:
         name = quote(episode, safe="")  # of a client's own header, it may be anything that can be printed
@@ -220,7 +221,8 @@ class Sessions:
         with self._lock:
             idle = [name for name, session in self._sessions.items() if session.used < before and not session.running]
             for name in idle:
-                self._let_go(name)
+                with suppress(ApiError):  # it is asked again just now
+                    self._let_go(name)
 
     def _write(self, session: Session) -> None:
         if self.folder is not None:

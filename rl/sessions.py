@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -107,10 +107,11 @@ class Session:
         """What the engine is to be given for a turn, and whether it is: not where the same request has brought it there before.
 
         Raises:
-            ApiError: it does not fit the context, or there are too many agents.
+            ApiError: it does not fit the context, there are too many agents, or the episode is over.
             ValueError: the renderer has no form for a message.
         """
         with self._lock:
+            self._check_running()  # who has found the session may come after its end
             self._note(*turn.notes)
             params = self._sampling(turn)
             own = self._calls.get((who.agent, turn.kind, params.temperature > 0))
@@ -173,18 +174,14 @@ class Session:
         with self._lock:
             if self._answers.get(asked.key) is asked:
                 del self._answers[asked.key]
-            if parts:
-                whole = Tokens(
-                    **{
-                        name: np.concatenate([getattr(part, name) for part in parts])
-                        for name in ("ids", "logprobs", "logprobs_full", "versions", "top_ids", "top_logprobs")
-                    }
-                )
-                message = self.renderer.parse(whole.ids.tolist(), f"call_{asked.name}", asked.tools)
-                self.graph.mark(self._record(asked, whole, FinishReason.ABORT, message), "abandoned")
-            self._running.discard(asked.name)
-            self.changed = True
-        asked.done.set_exception(ApiError(f"the request that this one repeats has ended without an answer: {why}", status=503))
+            try:
+                if parts:
+                    self._keep(asked, parts)
+            finally:  # whoever waits hears of it, also where the tokens are none that can be recorded
+                self._running.discard(asked.name)
+                self.changed = True
+                said = f"the request that this one repeats has ended without an answer: {why}"
+                asked.done.set_exception(ApiError(said, status=503))
 
     @contextmanager
     def whole(self) -> Iterator[Graph]:
@@ -208,8 +205,13 @@ class Session:
             time.sleep(0.005)
 
     def finish(self, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
+        """Closes the episode. ApiError where answers are on their way: they would be in no record."""
         with self._lock:
+            if self._running:
+                name = self.graph.episode.id
+                raise ApiError(f"session: {name!r} has requests in flight; finish it when they have ended", status=409)
             self.graph.finish(status, rewards=rewards, stop_reason=reason)
+            self.changed = True
 
     def counts(self) -> dict[str, Any]:
         """What is recorded, in numbers."""
@@ -228,6 +230,12 @@ class Session:
                 "nodes": dict(Counter(node.status for node in nodes if node.kind == "sampled")),
                 "notes": list(self.notes),
             }
+
+    def _keep(self, asked: Asked, parts: Sequence[Tokens]) -> None:
+        """Records what was sampled of an answer that is none."""
+        whole = Tokens(**{item.name: np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(Tokens)})
+        message = self.renderer.parse(whole.ids.tolist(), f"call_{asked.name}", asked.tools)
+        self.graph.mark(self._record(asked, whole, FinishReason.ABORT, message), "abandoned")
 
     def _record(self, asked: Asked, tokens: Tokens, reason: FinishReason, message: Message) -> int:
         whole = tokens if isinstance(tokens, Completion) else None
@@ -259,6 +267,10 @@ class Session:
                 self._note(f"{name}: the run's own value was used")
         stops = dict.fromkeys((*self.params.stop_ids, *self.renderer.stop_ids))
         return replace(self.params, **changes, max_tokens=most, stop=(*self.params.stop, *stop), stop_ids=tuple(stops))
+
+    def _check_running(self) -> None:
+        if self.graph.episode.status != "running":
+            raise ApiError(f"session: {self.graph.episode.id!r} is finished; open another", status=409)
 
     def _note(self, *notes: str) -> None:
         for note in notes:

@@ -7,7 +7,6 @@ deferred until the model has searched for them are not offered at the start; the
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 from inference.errors import ApiError
 from rl.identity import identity, kind_of_call
@@ -66,10 +65,6 @@ class Messages:
             notes=tuple(notes),
             identity=identity(headers, body.value),
         )
-
-    def parse_count(self, raw: bytes, headers: Mapping[str, str]) -> Turn:
-        """Of a body for /v1/messages/count_tokens, whose answer is `{"input_tokens": n}`."""
-        return replace(self.parse(raw, headers), kind="count", stream=False)
 
     def writer(self, turn: Turn, name: str, created: int) -> MessageWriter:
         return MessageWriter(turn, name)

@@ -6,15 +6,15 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inference.types import FinishReason, Request, SamplingParams
-from rl.agents import garbled
-from rl.coding import Coding
+from rl.agents import garbled, use
+from rl.coding import Coding, Desk
 from rl.environments import Task
 from rl.episodes import Episodes
 from rl.kinds import make
@@ -179,6 +179,15 @@ def test_what_is_wrong_with_calls_comes_back_as_text(coding: Coding) -> None:
     assert "this is no call" in answers[0] and said[0] in answers[0] and "there is no tool 'look'" in answers[1]
     assert "command must be a text" in answers[2] and rollout.turns == 3  # it has made all the calls that it may
     assert garbled({"role": "assistant", "content": "no < call > at all"}) is None
+
+
+def test_a_command_too_long_for_the_system_is_the_models_doing(coding: Coding) -> None:
+    """It would be an OSError of exec's, as if the sandbox had failed."""
+    desk = Desk(coding.sandbox, ThreadPoolExecutor(1))
+    for name, arguments in (("shell", {"command": "true " + "x" * 200_000}), ("write", {"path": "y" * 200_000, "text": ""})):
+        result = use({"id": "0", "name": name, "arguments": json.dumps(arguments)}, desk.tools)
+        assert re.match("error: (command|path) is too long; ", result["content"])
+    desk.close()
 
 
 def test_calls_and_turns_are_limited_and_what_there_is_counts(coding: Coding) -> None:

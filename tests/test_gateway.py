@@ -183,8 +183,10 @@ def test_finished_with_rewards(engine: Engine, tmp_path: Path) -> None:
         assert post(client, "/sessions/run/finish").status_code == 409
         assert post(client, "/s/run/v1/chat/completions", FIRST["chat"]).status_code == 409
         assert post(client, "/sessions", {"name": "run"}).status_code == 409
-        # its key opens nothing any more: as without a key, the session is the default one
-        ask(client, "chat", FIRST["chat"], authorization=f"Bearer {key}")
+        # its key opens nothing any more, not the default session either: a program that runs on must not write into another's
+        late = post(client, "/v1/chat/completions", FIRST["chat"], authorization=f"Bearer {key}")
+        assert late.status_code == 409 and "is finished" in late.text
+        ask(client, "chat", FIRST["chat"])
         assert client.get("/sessions/default").json()["requests"] == 1
         (graph,) = read(tmp_path / "session_run.parquet")
     episode = graph.episode
@@ -318,6 +320,28 @@ def test_sessions_are_bounded(engine: Engine, tmp_path: Path) -> None:
     assert set(written) == {f"session_{name}.parquet" for name in ("a", "b", "b~2", "c")}
     assert written["session_b.parquet"].episode.stop_reason == "idle"
     assert all(len(graph.branches()) == 1 for graph in written.values())
+
+
+def test_a_session_whose_record_cannot_be_written_stays(engine: Engine, tmp_path: Path) -> None:
+    folder, away = tmp_path / "records", tmp_path / "away"
+    with gateway(engine, folder=folder) as (live, client):
+        ask(client, "chat", FIRST["chat"], "/s/a")
+        folder.rename(away)
+        with pytest.raises(OSError):
+            live.sessions.finish("a", "completed")
+        away.rename(folder)
+        assert post(client, "/s/a/v1/chat/completions", FIRST["chat"]).status_code == 409  # it is over all the same
+        assert post(client, "/sessions/a/finish").status_code == 200
+    (graph,) = read(folder / "session_a.parquet")
+    assert graph.episode.status == "completed" and len(graph.branches()) == 1
+
+
+def test_who_asks_may_be_in_the_body(served: tuple[Live, httpx.Client]) -> None:
+    """Codex says it in `client_metadata` too."""
+    live, client = served
+    said = {"client_metadata": {"session_id": "codex", "thread_id": "t", "parent_thread_id": "codex"}}
+    ask(client, "responses", FIRST["responses"] | said)
+    assert live.sessions.named("codex").counts()["agents"] == ["main", "t"]
 
 
 def nodes_of(graph: Graph) -> list[Any]:

@@ -75,6 +75,21 @@ def test_a_program_plays_an_episode() -> None:
     assert len({request.params.seed for request in engine.requests}) == 6
 
 
+def test_the_last_turn_is_scored_and_no_title() -> None:
+    summary = [{"role": "user", "content": "You are performing a CONTEXT CHECKPOINT COMPACTION"}]
+    environment = harness(PROGRAM + f"chat(messages)\nchat({summary!r})\n")
+    right = environment.task(5).answer
+    engine = Scripted(
+        lambda request: ([*TOKENIZER.encode("0" if len(request.prompt_ids) > 60 else str(right)), END], FinishReason.STOP)
+    )
+    running = Episodes(engine, environment.run, RENDERER, seed=3, max_turns=30, max_context=2000)
+    params = SamplingParams(max_tokens=20, temperature=0.7)
+    [rollout] = running.finish(running.start([environment.task(5)], samples=1, params=params, label="train-1", trainable=True))
+    environment.close()
+    assert [call.role for call in rollout.graph.calls] == ["assistant", "compaction"]
+    assert rollout.reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("program", "error"),
     [

@@ -238,7 +238,7 @@ class World:
             assert any(node.mask) is (node.kind == "sampled") is all(node.mask)
             if node.request_id is not None:
                 assert node.request_id not in sampled_nodes
-                sampled_nodes[node.request_id.partition("#")[2]] = node
+                sampled_nodes[node.request_id] = node
         assert sampled_nodes.keys() == self.given.keys()  # none is lost
         for name, (prompt, ids) in self.given.items():
             node = sampled_nodes[name]
@@ -460,3 +460,28 @@ def test_limits() -> None:
     assert asked.request.params.max_tokens == 7 and asked.request.params.top_k == 0  # the run's own
     with pytest.raises(ValueError, match="at least one message"):
         Histories(session.graph, session.renderer).prompt([])
+
+
+def test_the_end_of_a_session() -> None:
+    """Nothing is asked after it, and nothing is on its way at it: that would be in no record."""
+    session = new_session()
+    asked, _ = session.ask(turn([user("hi")]), MAIN)
+    with pytest.raises(ApiError, match="requests in flight"):
+        session.finish("completed", (), "finished")
+    session.commit(asked, sampled(asked, [*encode("ho"), END]))
+    session.finish("completed", (), "finished")
+    with pytest.raises(ApiError, match="is finished; open another"):
+        session.ask(turn([user("more")]), MAIN)
+    assert session.asked == 1
+
+
+def test_what_cannot_be_recorded_ends_all_the_same() -> None:
+    session = new_session()
+    asked, _ = session.ask(turn([user("hi")]), MAIN)
+    broken = tokens(encode("ho"))
+    broken.logprobs[:] = np.nan
+    with pytest.raises(AssertionError, match="not finite"):
+        session.abandon(asked, [broken], "broken")
+    assert not session.running and session.counts()["nodes"] == {}
+    with pytest.raises(ApiError, match="broken"):
+        asked.done.result(0)
