@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from inference.errors import ApiError
+from inference.text import StopStrings
 from inference.types import Completion, FinishReason, Request, SamplingParams, Tokens
 from rl.environments import Reward
 from rl.graph import Graph
@@ -111,7 +112,8 @@ class Session:
             ValueError: the renderer has no form for a message.
         """
         with self._lock:
-            self._check_running()  # who has found the session may come after its end
+            if self.graph.episode.status != "running":  # who has found the session may come after its end
+                raise ApiError(f"session: {self.graph.episode.id!r} is finished; open another", status=409)
             self._note(*turn.notes)
             params = self._sampling(turn)
             own = self._calls.get((who.agent, turn.kind, params.temperature > 0))
@@ -158,8 +160,9 @@ class Session:
         """Records what was sampled, and returns it as a message."""
         with self._lock:
             message = self.renderer.parse(completion.ids.tolist(), f"call_{asked.name}", asked.tools)
-            for stop in asked.request.params.stop:  # the client is not shown it, and so does not send it back
-                message["content"] = message["content"].partition(stop)[0]
+            shown, stop = StopStrings(asked.request.params.stop).add(message["content"])
+            if stop is not None:  # the client is not shown it, and so does not send it back
+                message["content"] = shown
             node = self._record(asked, completion, completion.finish_reason, message)
             self.graph.supersede(node)
             self._histories.said(asked.conversation, message, node, asked.name)
@@ -267,10 +270,6 @@ class Session:
                 self._note(f"{name}: the run's own value was used")
         stops = dict.fromkeys((*self.params.stop_ids, *self.renderer.stop_ids))
         return replace(self.params, **changes, max_tokens=most, stop=(*self.params.stop, *stop), stop_ids=tuple(stops))
-
-    def _check_running(self) -> None:
-        if self.graph.episode.status != "running":
-            raise ApiError(f"session: {self.graph.episode.id!r} is finished; open another", status=409)
 
     def _note(self, *notes: str) -> None:
         for note in notes:
