@@ -63,6 +63,7 @@ class Session:
         max_context: most tokens of a request with its answer.
         client_sampling: whether temperature, top_p and the like are the client's where it sets them, not `params`'.
         trainable: kinds of requests that are trained on.
+        max_asked: most requests; None: any.
     """
 
     def __init__(
@@ -74,10 +75,11 @@ class Session:
         max_context: int,
         client_sampling: bool = False,
         trainable: Sequence[CallKind] = ("turn",),
+        max_asked: int | None = None,
     ) -> None:
         self.graph = graph
         self.renderer, self.params, self.max_context = renderer, params, max_context
-        self.client_sampling, self.trainable = client_sampling, tuple(trainable)
+        self.client_sampling, self.trainable, self.max_asked = client_sampling, tuple(trainable), max_asked
         self.notes: dict[str, None] = {}
         """what clients asked for and did not get"""
         self.asked = 0
@@ -108,7 +110,7 @@ class Session:
         """What the engine is to be given for a turn, and whether it is: not where the same request has brought it there before.
 
         Raises:
-            ApiError: it does not fit the context, there are too many agents, or the episode is over.
+            ApiError: it does not fit the context, the episode is over, or there are too many agents or requests.
             ValueError: the renderer has no form for a message.
         """
         with self._lock:
@@ -122,6 +124,8 @@ class Session:
             key = hashlib.sha256(prompt.digest + wanted.encode("utf-8", "surrogatepass")).digest()
             if key in self._answers:
                 return self._answers[key], False
+            if self.asked == self.max_asked:
+                raise ApiError(f"the episode may ask {self.max_asked} times (environment.max_turns)", status=403)
             ids = prompt.ids
             if len(ids) + 1 > self.max_context:
                 raise ContextOverflow(len(ids), self.max_context)
