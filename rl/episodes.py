@@ -179,7 +179,14 @@ class Episodes:
         """Its record is the episode's."""
         trainable = running.graph.calls[0].trainable
         kinds: tuple[CallKind, ...] = ("turn",) if trainable else ()
-        return Session(running.graph, self.renderer, running.batch.params, max_context=self.max_context, trainable=kinds)
+        return Session(
+            running.graph,
+            self.renderer,
+            running.batch.params,
+            max_context=self.max_context,
+            trainable=kinds,
+            max_asked=self.max_turns,  # the trainer has room for no more
+        )
 
     def _refuse(self, running: _Running, ticket: Ticket, error: Exception) -> None:
         running.refused += 1

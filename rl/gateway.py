@@ -183,12 +183,14 @@ class Gateway:
 
     async def _open(self, request: Request) -> Response:
         self.door.check_key(request)
-        name, key = self.sessions.open(open_body(await read_body(request, self.door.served.limits)))
+        fields = open_body(await read_body(request, self.door.served.limits))
+        name, key = await asyncio.to_thread(self.sessions.open, fields)  # it may have to write another session's record
         return json_response({"name": name, "key": key})
 
     async def _state(self, request: Request) -> Response:
         self._check(request)
-        return json_response(self.sessions.named(request.path_params["session"]).counts())
+        name = request.path_params["session"]
+        return json_response(await asyncio.to_thread(lambda: self.sessions.named(name).counts()))
 
     async def _finish(self, request: Request) -> Response:
         self.door.check_key(request)

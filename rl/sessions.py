@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from inference.errors import ApiError
+from inference.text import StopStrings
 from inference.types import Completion, FinishReason, Request, SamplingParams, Tokens
 from rl.environments import Reward
 from rl.graph import Graph
@@ -62,6 +63,7 @@ class Session:
         max_context: most tokens of a request with its answer.
         client_sampling: whether temperature, top_p and the like are the client's where it sets them, not `params`'.
         trainable: kinds of requests that are trained on.
+        max_asked: most requests; None: any.
     """
 
     def __init__(
@@ -73,10 +75,11 @@ class Session:
         max_context: int,
         client_sampling: bool = False,
         trainable: Sequence[CallKind] = ("turn",),
+        max_asked: int | None = None,
     ) -> None:
         self.graph = graph
         self.renderer, self.params, self.max_context = renderer, params, max_context
-        self.client_sampling, self.trainable = client_sampling, tuple(trainable)
+        self.client_sampling, self.trainable, self.max_asked = client_sampling, tuple(trainable), max_asked
         self.notes: dict[str, None] = {}
         """what clients asked for and did not get"""
         self.asked = 0
@@ -107,11 +110,12 @@ class Session:
         """What the engine is to be given for a turn, and whether it is: not where the same request has brought it there before.
 
         Raises:
-            ApiError: it does not fit the context, there are too many agents, or the episode is over.
+            ApiError: it does not fit the context, the episode is over, or there are too many agents or requests.
             ValueError: the renderer has no form for a message.
         """
         with self._lock:
-            self._check_running()  # who has found the session may come after its end
+            if self.graph.episode.status != "running":  # who has found the session may come after its end
+                raise ApiError(f"session: {self.graph.episode.id!r} is finished; open another", status=409)
             self._note(*turn.notes)
             params = self._sampling(turn)
             own = self._calls.get((who.agent, turn.kind, params.temperature > 0))
@@ -120,6 +124,8 @@ class Session:
             key = hashlib.sha256(prompt.digest + wanted.encode("utf-8", "surrogatepass")).digest()
             if key in self._answers:
                 return self._answers[key], False
+            if self.asked == self.max_asked:
+                raise ApiError(f"the episode may ask {self.max_asked} times (environment.max_turns)", status=403)
             ids = prompt.ids
             if len(ids) + 1 > self.max_context:
                 raise ContextOverflow(len(ids), self.max_context)
@@ -158,8 +164,9 @@ class Session:
         """Records what was sampled, and returns it as a message."""
         with self._lock:
             message = self.renderer.parse(completion.ids.tolist(), f"call_{asked.name}", asked.tools)
-            for stop in asked.request.params.stop:  # the client is not shown it, and so does not send it back
-                message["content"] = message["content"].partition(stop)[0]
+            shown, stop = StopStrings(asked.request.params.stop).add(message["content"])
+            if stop is not None:  # the client is not shown it, and so does not send it back
+                message["content"] = shown
             node = self._record(asked, completion, completion.finish_reason, message)
             self.graph.supersede(node)
             self._histories.said(asked.conversation, message, node, asked.name)
@@ -267,10 +274,6 @@ class Session:
                 self._note(f"{name}: the run's own value was used")
         stops = dict.fromkeys((*self.params.stop_ids, *self.renderer.stop_ids))
         return replace(self.params, **changes, max_tokens=most, stop=(*self.params.stop, *stop), stop_ids=tuple(stops))
-
-    def _check_running(self) -> None:
-        if self.graph.episode.status != "running":
-            raise ApiError(f"session: {self.graph.episode.id!r} is finished; open another", status=409)
 
     def _note(self, *notes: str) -> None:
         for note in notes:

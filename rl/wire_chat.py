@@ -93,7 +93,7 @@ WIRE = Chat()
 def _refuse(body: Field) -> None:
     """What would change the answer and cannot be had."""
     if body["n"] and body["n"].integer() != 1:
-        raise body["n"].error("one turn has one answer; send the request again for another")
+        raise body["n"].error("one turn has one answer; ask in other sessions for others")
     if body["logprobs"].flag() or body["top_logprobs"]:
         name = "logprobs" if body["logprobs"].flag() else "top_logprobs"
         raise body[name].error("an agent's turn has none; they are in the record, and `launch.serve` gives them")

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from inference.types import SamplingParams
 from launch.gateway_load import Live, running, serving, tiny_engine, tokenizer_of
 from launch.serve import make_door
 from rl.columns import read
+from rl.gateway import COUNT
 from rl.graph import Graph
 from rl.remote_front import RemoteFront
 from tests.wire_clients import FIRST, REWRITTEN, WIRES, next_body, put_together
@@ -308,6 +310,17 @@ def test_too_much_at_once(engine: Engine) -> None:
             refused = post(client, "/s/two/v1/messages", FIRST["messages"])
             assert refused.status_code == 429 and refused.json()["error"]["type"] == "rate_limit_error"
         until(lambda: not live.sessions.named("one").running)
+
+
+def test_a_record_that_is_written_holds_up_no_other_request(engine: Engine) -> None:
+    with gateway(engine) as (live, client):
+        begun = threading.Thread(target=lambda: ask(client, "chat", FIRST["chat"], "/s/a"))
+        with live.sessions._lock:  # as while a session is let go
+            begun.start()
+            time.sleep(0.1)
+            assert post(client, COUNT, FIRST["messages"]).status_code == 200
+        begun.join(DEADLINE)
+        assert live.sessions.named("a").counts()["requests"] == 1
 
 
 def test_sessions_are_bounded(engine: Engine, tmp_path: Path) -> None:

@@ -90,6 +90,19 @@ def test_the_last_turn_is_scored_and_no_title() -> None:
     assert rollout.reward == 1.0
 
 
+def test_a_program_asks_no_more_than_it_may() -> None:
+    """A branch with more turns than `environment.max_turns` would be too long for the trainer's layout, and end the run."""
+    asking = (
+        PROGRAM
+        + """
+for _ in range(3):
+    messages += [chat(messages), {"role": "user", "content": "sure?"}]
+"""
+    )
+    [rollout], engine = play(harness(asking), samples=1, max_turns=2)
+    assert rollout.graph.episode.status == "completed" and len(engine.requests) == rollout.turns == 2
+
+
 @pytest.mark.parametrize(
     ("program", "error"),
     [

@@ -485,3 +485,13 @@ def test_what_cannot_be_recorded_ends_all_the_same() -> None:
     assert not session.running and session.counts()["nodes"] == {}
     with pytest.raises(ApiError, match="broken"):
         asked.done.result(0)
+
+
+def test_a_stop_string_that_ends_another_one() -> None:
+    """The message ends where the client's text does, so that it is found again."""
+    session = new_session()
+    asked, _ = session.ask(turn([user("hi")], stop=("END", "THE END")), MAIN)
+    message = session.commit(asked, sampled(asked, encode("so THE END")))
+    assert message["content"] == "so "
+    session.ask(turn([user("hi"), message, user("more")]), MAIN)
+    assert session.breaks == 0
