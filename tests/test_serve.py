@@ -456,7 +456,7 @@ def test_calls_that_are_none_stay_text(engine: Engine) -> None:
 
 PLAIN: dict[str, Any] = {"model": "tiny", "prompt": "x"}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
-TEXT, TALK, IDS = "/v1/completions", "/v1/chat/completions", "/generate"
+TEXT, TALK, IDS, VLLM = "/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"
 
 
 @pytest.mark.parametrize(
@@ -524,7 +524,11 @@ TEXT, TALK, IDS = "/v1/completions", "/v1/chat/completions", "/generate"
     ],
 )
 def test_refused(live: Live, path: str, change: dict[str, Any], param: str, words: str) -> None:
-    base = {TEXT: PLAIN, TALK: CHAT, IDS: {"prompt_ids": [1], "sampling": {"max_tokens": 1}}}[path]
+    ids = {
+        IDS: {"prompt_ids": [1], "sampling": {"max_tokens": 1}},
+        VLLM: {"token_ids": [1], "sampling_params": {"max_tokens": 1}},
+    }
+    base = {TEXT: PLAIN, TALK: CHAT, **ids}[path]
     response = live.post(path, base | change)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -581,11 +585,16 @@ NAMES = [
     "logprobs",
 ]
 NAMES += ["echo", "prompt", "messages", "tools", "tool_choice", "chat_template_kwargs", "prompt_ids", "sampling", "priority"]
+NAMES += ["token_ids", "sampling_params"]
 
 
 @given(st.sampled_from(sorted(MAKES)), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3))
 def test_any_body_is_refused_or_answered(live: Live, path: str, change: dict[str, Any]) -> None:
-    base = {TEXT: PLAIN, TALK: CHAT, IDS: {"prompt_ids": [1], "sampling": {"max_tokens": 1}}}[path]
+    ids = {
+        IDS: {"prompt_ids": [1], "sampling": {"max_tokens": 1}},
+        VLLM: {"token_ids": [1], "sampling_params": {"max_tokens": 1}},
+    }
+    base = {TEXT: PLAIN, TALK: CHAT, **ids}[path]
     raw = json.dumps(base | change).encode()
     try:
         assert isinstance(MAKES[path](live.door.served, raw), Answer)
