@@ -3,7 +3,7 @@
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -16,6 +16,8 @@ def _no_json(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
+MAX_DEPTH = 64
+"""objects and lists within each other in a call's arguments: deeper ones could be sent, but not sent back"""
 DECODER = json.JSONDecoder(parse_constant=_no_json)
 SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -113,7 +115,25 @@ def hermes_call(body: str, arguments: str = "arguments") -> ToolCall | None:
     except (ValueError, RecursionError):
         return None
     name, text = call.get("name", (None, "")), call.get(arguments, (None, ""))
+    if too_deep(text[0]):
+        return None
     return ToolCall(name[0], text[1]) if isinstance(name[0], str) and name[0] and isinstance(text[0], dict) else None
+
+
+def too_deep(value: Any) -> bool:
+    """Whether a JSON value is nested deeper than `MAX_DEPTH`."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def members(text: str) -> dict[str, tuple[Any, str]]:

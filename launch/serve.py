@@ -84,11 +84,14 @@ def main() -> None:
 
 
 def add_dialects(door: Door, tokenizer: Tokenizer) -> None:
-    """Responses and Messages, sampled as clients say; sessions are kept while they are used, and not written down."""
-    context = door.served.max_context
-    sessions = Sessions(
-        Template(tokenizer), SamplingParams(max_tokens=context), max_context=context, idle_s=600.0, client_sampling=True
-    )
+    """Responses and Messages, sampled as clients say; sessions that clients name are kept for a while, and not written down."""
+    try:
+        renderer = Template(tokenizer)
+    except ValueError as error:
+        print(f"warning: no /v1/responses and /v1/messages: {error}", file=sys.stderr)
+        return
+    params, context = SamplingParams(max_tokens=door.served.max_context), door.served.max_context
+    sessions = Sessions(renderer, params, max_context=context, idle_s=600.0, client_sampling=True, shared=False)
     Gateway(door, sessions, (wire_responses.WIRE, wire_messages.WIRE))
 
 

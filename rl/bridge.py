@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from inference.errors import ApiError
 from inference.types import Completion, Request, Tokens
 from inference.updates import Acknowledgement, Update
 from rl.remote import nothing
@@ -29,8 +30,12 @@ class Bridge:
         """of the engine's weights, as far as it is known here"""
         self._asked: queue.SimpleQueue[Passing] = queue.SimpleQueue()
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._closed = False
 
     async def stream(self, request: Request) -> AsyncGenerator[Tokens | Completion, None]:
+        """The request's completion. ApiError when the run has ended."""
+        if self._closed:
+            raise ApiError("the run has ended", status=503)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Completion] = loop.create_future()
 
@@ -52,6 +57,12 @@ class Bridge:
     def gone(self) -> list[str]:
         """Ids of requests that nobody waits for any more."""
         return [self._gone.get_nowait() for _ in range(self._gone.qsize())]
+
+    def close(self) -> None:
+        """Nobody takes requests any more: those that wait end, and others are refused."""
+        self._closed = True
+        for passing in self.take():
+            passing.give(nothing(passing.request))
 
     async def update(self, prepare: Callable[[], Update]) -> Acknowledgement:
         raise AssertionError("the run updates its engines itself")

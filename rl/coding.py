@@ -99,6 +99,10 @@ class Coding:
                 )
         self._pool = ThreadPoolExecutor(threads, "coding")
 
+    def close(self) -> None:
+        """Waits for the commands that run."""
+        self._pool.shutdown()
+
     def task(self, key: int) -> Task:
         rng = random.Random(f"{self.seed}/{key}")
         problem = FAMILIES[rng.choice(self.families)](rng)

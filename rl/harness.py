@@ -152,6 +152,7 @@ class Harness:
 
     def close(self) -> None:
         """Ends the gateway; no episode may run."""
+        self._bridge.close()  # programs that run get errors, and end
         self._pool.shutdown()
         if self._gateway is not None:
             self._gateway.close()

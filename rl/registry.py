@@ -42,6 +42,7 @@ class Sessions:
     """Args:
     folder: of the records, session_NAME.parquet; None keeps none.
     most: sessions at once; beyond them the one that was used longest ago is let go.
+    shared: whether requests that name no session are in one together, `default`; else each is alone, and not recorded.
     idle_s: seconds without a request after which a session is let go.
     """
 
@@ -55,11 +56,12 @@ class Sessions:
         most: int = 4096,
         idle_s: float = 3600.0,
         client_sampling: bool = False,
+        shared: bool = True,
         seed: int = 0,
     ) -> None:
         self.renderer, self.params, self.max_context = renderer, params, max_context
         self.folder, self.most, self.idle_s = folder, most, idle_s
-        self.client_sampling, self.seed = client_sampling, seed
+        self.client_sampling, self.shared, self.seed = client_sampling, shared, seed
         self._sessions: dict[str, Session] = {}
         self._keys: dict[bytes, str] = {}
         """digest of a key -> session: the time that it takes to look one up tells nothing about a key. Keys outlive sessions:
@@ -88,7 +90,10 @@ class Sessions:
         """
         if path_name is not None and not NAME.fullmatch(path_name):
             raise ApiError(f"session: {path_name[:100]!r} cannot be a name; it must match {NAME.pattern}", param="session")
-        return self.named(path_name or self.owner(key) or who.session or DEFAULT, make=True)
+        name = path_name or self.owner(key) or who.session
+        if name is None and not self.shared:
+            return self._session(secrets.token_hex(8), {})
+        return self.named(name or DEFAULT, make=True)
 
     def named(self, name: str, *, make: bool = False) -> Session:
         with self._lock:
@@ -181,10 +186,13 @@ class Sessions:
         while self._file(own).exists():
             number += 1
             own = f"{name}~{number}"
+        self._sessions[name] = self._session(own, {"group_id": name} | fields)
+
+    def _session(self, name: str, fields: dict[str, Any]) -> Session:
         plain: dict[str, Any] = {"env": "gateway", "key": 0, "content_hash": "", "group_id": name, "seed": 0} | fields
-        plain["seed"] = sample_seed(self.seed, plain["seed"], own)
-        self._sessions[name] = Session(
-            Graph(Episode(id=own, **plain)),
+        plain["seed"] = sample_seed(self.seed, plain["seed"], name)
+        return Session(
+            Graph(Episode(id=name, **plain)),
             self.renderer,
             self.params,
             max_context=self.max_context,

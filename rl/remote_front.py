@@ -45,11 +45,14 @@ class RemoteFront:
         """
         try:
             response = await self._http.post("/generate", json=body_of(request))
-        except httpx.TransportError as error:
+        except httpx.HTTPError as error:
             raise ApiError(f"the engine does not answer: {type(error).__name__}: {error}", status=503) from error
         if response.status_code != 200:
             raise ApiError(message_of(response), status=response.status_code)
-        completion = completion_of(request, response.json())
+        try:
+            completion = completion_of(request, response.json())
+        except (KeyError, TypeError, ValueError) as error:
+            raise ApiError(f"the engine's answer is none: {type(error).__name__}: {error}", status=502) from error
         self.version = max([self.version, *completion.versions.tolist()])
         yield completion
 

@@ -182,7 +182,7 @@ class Session:
             if self._answers.get(asked.key) is asked:
                 del self._answers[asked.key]
             try:
-                if parts:
+                if parts and self.graph.episode.status == "running":  # a record that is closed is being read
                     self._keep(asked, parts)
             finally:  # whoever waits hears of it, also where the tokens are none that can be recorded
                 self._running.discard(asked.name)

@@ -9,12 +9,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from inference.calls import MAX_DEPTH, too_deep
 from inference.errors import ApiError
 from rl.messages import Message, Tool, ToolCall
 from rl.wires import Json, record_of
 
-MAX_DEPTH = 64
-"""objects and lists within each other, where a client may nest them as it likes: schemas and arguments"""
 MAX_INT = 2**31 - 1
 HALF = re.compile("[\ud800-\udfff]")
 """half of a surrogate pair: JSON may escape one, UTF-8 has none"""
@@ -90,24 +89,15 @@ class Field:
 
     def shallow(self) -> Json:
         """An object that is nested no deeper than `MAX_DEPTH`."""
-        level: list[Any] = [self.object()]
-        for _ in range(MAX_DEPTH):
-            level = [inner for value in level for inner in _inside(value)]
-            if not level:
-                return self.value
-        raise self.error(f"is nested deeper than {MAX_DEPTH}; make it flatter")
+        if too_deep(self.object()):
+            raise self.error(f"is nested deeper than {MAX_DEPTH}; make it flatter")
+        return self.value
 
     def _mistyped(self, wanted: str) -> ApiError:
         if self.value is None:
             return self.error(f"is required, and is {wanted}")
         kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
         return self.error(f"must be {wanted}, got {kinds[type(self.value)]}")
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def load(raw: bytes) -> Field:

@@ -859,6 +859,21 @@ def test_the_real_front_aborts(live: Live) -> None:
         live.call(live.front.resume())
 
 
+def test_other_dialects(engine: Engine) -> None:
+    """Responses and Messages; who names no session is alone, so that nobody gets what another was told."""
+    assert isinstance(engine.tokenizer, ByteTokenizer)
+    with serving(engine) as live:
+        launch.serve.add_dialects(live.door, engine.tokenizer)
+        asked = {"model": "tiny", "input": "hello", "max_output_tokens": 4}
+        first, second = (live.post("/v1/responses", asked).json() for _ in range(2))
+        assert first["status"] == second["status"] == "incomplete" and first["id"] != second["id"]
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 4}
+        said = live.http.post("/v1/messages", json=body, headers={"x-session": "mine"}).json()
+        again = live.http.post("/v1/messages", json=body, headers={"x-session": "mine"}).json()
+        assert said["stop_reason"] == "max_tokens" and said == again  # a retry
+        assert live.post("/v1/chat/completions", {**body, "n": 2}).status_code == 200  # the door's own
+
+
 def test_an_engine_that_fails(engine: Engine) -> None:
     front = Scripted(engine, "abcdef")
     front.error = RuntimeError("out of memory")

@@ -342,6 +342,13 @@ def with_template(kind: str, template: str) -> tuple[Tokenizer, ChatTemplate]:
     return changed, ChatTemplate(changed)
 
 
+@pytest.mark.parametrize(("depth", "found"), [(63, 1), (64, 0)])
+def test_calls_that_could_not_be_sent_back_stay_text(depth: int, found: int) -> None:
+    text = '<tool_call>{"name": "f", "arguments": ' + '{"a": ' * depth + "1" + "}" * (depth + 1) + "</tool_call>"
+    shown, calls = ToolCalls().add(text)
+    assert len(calls) == found and shown == ("" if found else text)
+
+
 def test_chat_template_by_hand() -> None:
     tokenizer_, chat = with_template("bytes", QWEN)
     assert "enable_thinking" in chat.settable and not {"messages", "tools", "raise_exception"} & chat.settable
