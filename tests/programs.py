@@ -1,4 +1,4 @@
-"""Agent programs as `make clients` installs them: how each is started, with nothing of the user's own in reach."""
+"""Agent programs as `make clients` and `make clients-slow` install them: how they start, with nothing of the user's own."""
 
 import json
 import os
@@ -12,6 +12,8 @@ REPO = Path(__file__).parents[1]
 CLIENTS = Path(os.environ.get("TWINAX_CLIENTS", REPO / ".clients"))
 BIN = CLIENTS / "node_modules/.bin"
 SDKS, TRAINERS = CLIENTS / "sdks/bin/python", CLIENTS / "trainers/bin/python"
+SLOW = Path(os.environ.get("TWINAX_CLIENTS_SLOW", REPO / ".clients-slow"))
+OPENCODE, OPENHANDS = SLOW / "node_modules/.bin/opencode", SLOW / "openhands/bin/python"
 SECONDS = 240.0
 """longest that a program may take: tests share the machine"""
 
@@ -21,7 +23,7 @@ class Program:
     """A program, its home and the folder that it works in.
 
     Args:
-        name: "codex", "claude" or "pi:WIRE".
+        name: "codex", "claude", "pi:WIRE" or "opencode:WIRE".
         url: of the gateway, path prefix included.
         settings: lines more for Codex's file.
         options: of Claude Code. With --bare it says little of its own.
@@ -42,6 +44,8 @@ class Program:
             )
         elif self.name.startswith("pi"):
             write(self.home / ".pi/agent/models.json", json.dumps(pi_models(self.url)))
+        elif self.name.startswith("opencode"):
+            write(self.home / ".config/opencode/opencode.json", json.dumps(opencode_config(self.name, self.url)))
 
     def start(self, prompt: str, *, resume: bool = False) -> "subprocess.Popen[str]":
         return subprocess.Popen(
@@ -74,6 +78,8 @@ class Program:
             plain = [*self.options, "--model", "tiny", "--dangerously-skip-permissions", "--output-format", "json"]
             return [str(BIN / "claude"), "-p", *again, *plain, prompt]
         again = ["--continue"] if resume else []
+        if self.name.startswith("opencode"):
+            return [str(OPENCODE), "run", *again, "--model", "twinax/tiny", prompt]
         return [str(BIN / "pi"), "-p", *again, "--provider", self.name.replace(":", "-"), "--model", "tiny", prompt]
 
     def _environment(self) -> dict[str, str]:
@@ -86,6 +92,9 @@ class Program:
                 "ANTHROPIC_API_KEY": "none",
                 "CLAUDE_CONFIG_DIR": str(self.home / ".claude"),
             }
+        if self.name.startswith("opencode"):
+            off = ("AUTOUPDATE", "MODELS_FETCH", "DEFAULT_PLUGINS", "LSP_DOWNLOAD")
+            return {f"OPENCODE_DISABLE_{name}": "1" for name in off}
         return {"PI_OFFLINE": "1"}
 
 
@@ -115,6 +124,18 @@ def pi_models(url: str) -> dict[str, object]:
             )
         }
     }
+
+
+def opencode_config(name: str, url: str) -> dict[str, object]:
+    package, path = {
+        "chat": ("@ai-sdk/openai-compatible", "/v1"),
+        "responses": ("@ai-sdk/openai", "/v1"),
+        "messages": ("@ai-sdk/anthropic", "/v1"),
+    }[name.partition(":")[2]]
+    models = {"tiny": {"reasoning": True, "limit": {"context": 48000, "output": 4096}}}
+    provider = {"npm": package, "options": {"baseURL": url + path, "apiKey": "none"}, "models": models}
+    plain = {"autoupdate": False, "share": "disabled", "permission": "allow"}
+    return {**plain, "small_model": "twinax/tiny", "provider": {"twinax": provider}}
 
 
 def write(path: Path, text: str) -> None:
