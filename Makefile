@@ -94,6 +94,7 @@ $(CLIENTS)/.setup: $(wildcard tests/clients/*.json tests/clients/*.txt)
 	@touch $@
 
 # the slower tier, which CI leaves out: opencode and the OpenHands SDK, for `pytest -m clients_slow`
+# (npm install, not npm ci: the lock file has opencode for Linux on x64 only, and elsewhere its package's own version is taken)
 clients-slow: $(SLOW)/.setup
 
 $(SLOW)/.setup: $(wildcard tests/clients/slow/*.json tests/clients/slow/*.txt)
@@ -101,7 +102,7 @@ $(SLOW)/.setup: $(wildcard tests/clients/slow/*.json tests/clients/slow/*.txt)
 	@test -n "$(PYTHON312)" || { echo "make clients-slow needs Python 3.12, which OpenHands' packages are pinned for" >&2; exit 1; }
 	@mkdir -p $(SLOW) && cp tests/clients/slow/package.json tests/clients/slow/package-lock.json $(SLOW)
 	@echo "clients-slow: installing opencode and the OpenHands SDK into $(SLOW) (1 GB, minutes)" >&2
-	@npm ci --prefix $(SLOW) --no-audit --no-fund --ignore-scripts --loglevel error >&2
+	@npm install --prefix $(SLOW) --no-audit --no-fund --ignore-scripts --loglevel error >&2
 	@cd $(SLOW)/node_modules/opencode-ai && node postinstall.mjs >&2 # its install script puts the binary in place
 	@test -x $(SLOW)/openhands/bin/python || $(PYTHON312) -m venv $(SLOW)/openhands >&2
 	@$(SLOW)/openhands/bin/python -m pip --disable-pip-version-check --quiet install --requirement tests/clients/slow/openhands.txt >&2

@@ -47,18 +47,20 @@ def test_openhands(model: str, tmp_path: Path) -> None:
         assert found["trained_tokens"] == found["sampled_tokens"] == sum(len(seen.ids) for seen in live.front.seen)
         assert found["nodes"] == {"live": 3} and found["agents"] == ["main"] and not found["auxiliary"]
         messages = [message for node in live.graph("one").nodes for message in node.messages]
-        assert [message["content"].startswith("here") for message in messages if message["role"] == "tool"] == [True]
+        assert ["here" in message["content"] for message in messages if message["role"] == "tool"] == [True]
 
 
-@pytest.mark.parametrize("model", ["openai/tiny", "hosted_vllm/tiny", "anthropic/tiny"])
-def test_openhands_drops_what_the_model_thought(model: str, tmp_path: Path) -> None:
-    """The model does not see it again, so that each turn is a sample of its own; each is trained, once."""
+@pytest.mark.parametrize(("model", "samples"), [("openai/tiny", 3), ("hosted_vllm/tiny", 3), ("anthropic/tiny", 1)])
+def test_openhands_with_thinking(model: str, samples: int, tmp_path: Path) -> None:
+    """In Chat Completions it drops what the model thought, in Messages it sends it back.
+
+    What is dropped the model does not see again, so that each turn is then a sample of its own. Each is trained, once.
+    """
     acts = worker("openhands")
     with gateway(engine_for("openhands"), lambda prompt: f"<think>\nHm.\n</think>\n\n{acts(prompt)}", thinking=True) as live:
         assert run_openhands(live.url, model, tmp_path)[-1] == " Done, ✓.\n"
         found = counts(live, "one")
-        print(found)
-        assert (found["requests"], found["samples"], found["breaks"]) == (3, 3, 2)
+        assert (found["requests"], found["samples"], found["breaks"]) == (3, samples, samples - 1)
         assert found["trained_tokens"] == found["sampled_tokens"] == sum(len(seen.ids) for seen in live.front.seen)
 
 
