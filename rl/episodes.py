@@ -232,22 +232,8 @@ class Episodes:
         rollout.generate_s += time.perf_counter() - flight.since
         message, node = self.renderer.parse(completion.ids.tolist(), f"call_{rollout.turns}", prompt.tools), before
         if len(completion.ids):
-            node = graph.add_completion(
-                before,
-                request_id=completion.request_id,
-                prompt_ids=completion.prompt_ids,
-                ids=completion.ids.tolist(),
-                logprobs=completion.logprobs.tolist(),
-                logprobs_full=completion.logprobs_full.tolist(),
-                versions=completion.versions.tolist(),
-                temperature=running.batch.params.temperature,
-                finish_reason=completion.finish_reason.value,
-                message=message,
-                cached_tokens=completion.cached_tokens,
-                routing=completion.routing,
-                routing_start=completion.routing_start,
-                call=conversation.call.id,
-            )
+            temperature = running.batch.params.temperature
+            node = graph.record(before, completion, message, temperature=temperature, call=conversation.call.id)
         if running.over or completion.finish_reason is FinishReason.ABORT:
             if node != before:
                 graph.mark(node, "abandoned")

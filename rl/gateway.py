@@ -12,6 +12,7 @@ that opens a session opens no other.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -153,7 +154,7 @@ class Gateway:
         turn = _read(wire, request, raw)
         session = self.sessions.of(request.path_params.get("session"), given_key(request), turn.identity)
         asked, mine = session.ask(turn, turn.identity)
-        return Turned(session, asked, turn, wire, self.sessions.now(), mine)
+        return Turned(session, asked, turn, wire, int(time.time()), mine)
 
     async def _count(self, request: Request) -> Response:
         wire = wire_messages.WIRE

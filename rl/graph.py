@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from inference.types import Completion
 from models.routes import blank
 from rl.environments import Reward
 from rl.messages import Message
@@ -156,6 +157,25 @@ class Graph:
                 routing=routing,
                 routing_start=routing_start,
             )
+        )
+
+    def record(self, parent: int, completion: Completion, message: Message, *, temperature: float, call: int) -> int:
+        """`add_completion` of what the engine has returned."""
+        return self.add_completion(
+            parent,
+            request_id=completion.request_id,
+            prompt_ids=completion.prompt_ids,
+            ids=completion.ids.tolist(),
+            logprobs=completion.logprobs.tolist(),
+            logprobs_full=completion.logprobs_full.tolist(),
+            versions=completion.versions.tolist(),
+            temperature=temperature,
+            finish_reason=completion.finish_reason.value,
+            message=message,
+            cached_tokens=completion.cached_tokens,
+            routing=completion.routing,
+            routing_start=completion.routing_start,
+            call=call,
         )
 
     def restore(self, node: Node) -> None:

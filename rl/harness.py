@@ -14,26 +14,29 @@ ANTHROPIC_BASE_URL (http://127.0.0.1:8000), with OPENAI_API_KEY and ANTHROPIC_AP
 program that takes too long, or ends before it has asked anything, fails its episode, which then has no reward.
 """
 
-import importlib
 import os
 import secrets
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import uvicorn
+
 from inference.answers import Served
+from inference.api import Door
 from inference.protocol import Limits
 from inference.types import SamplingParams
 from rl.agents import MAIN, Agent, Attach
 from rl.bridge import Bridge
 from rl.environments import Environment, Step, Task
 from rl.gateway import Gateway
+from rl.kinds import make
 from rl.messages import Message
 from rl.registry import Sessions
 from rl.sandbox import PORT, Ran, Sandbox, workspace
@@ -50,8 +53,6 @@ class LocalGateway:
     """
 
     def __init__(self, session: Session, bridge: Bridge, *, port: bool = False) -> None:
-        uvicorn = importlib.import_module("uvicorn")
-        door_type = importlib.import_module("inference.api").Door
         tokenizer: Any = vars(session.renderer)["tokenizer"]
         served = Served(
             name="policy",
@@ -62,7 +63,7 @@ class LocalGateway:
             chat=None,
         )
         self.key = secrets.token_urlsafe(24)
-        door = door_type(bridge, served, api_key=self.key)
+        door = Door(bridge, served, api_key=self.key)
         params = SamplingParams(max_tokens=1)
         self.sessions = Sessions(session.renderer, params, max_context=session.max_context, idle_s=float("inf"))
         Gateway(door, self.sessions)
@@ -112,10 +113,10 @@ class Harness:
         readable: Sequence[str] = (),
         at_once: int = 16,
     ) -> None:
-        make: Callable[..., Any] = importlib.import_module("rl.kinds").make
-        self.tasks: Environment = make(tasks, task_options)
-        if not hasattr(self.tasks, "step"):
+        played: Any = make(tasks, task_options)
+        if not hasattr(played, "step"):
             raise ValueError(f"tasks: {tasks!r} drives conversations of its own; take an environment with `step`")
+        self.tasks: Environment = played
         for name, _ in files:
             if Path(name).name != name:
                 raise ValueError(f"files: {name!r} must be a plain file name")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
-CallKind = Literal["turn", "title", "compaction", "count", "other"]
+CallKind = Literal["turn", "title", "compaction"]
 """what a request to the model is for; all but turns are auxiliary"""
 
 

@@ -74,10 +74,6 @@ class Sessions:
             folder.mkdir(parents=True, exist_ok=True)
         self._writer.start()
 
-    @staticmethod
-    def now() -> int:
-        return int(time.time())
-
     def owner(self, key: bytes) -> str | None:
         """The session that a key opens. Waits for nobody, as the server's loop asks it."""
         return self._keys.get(_digest(key))

@@ -167,7 +167,7 @@ class Session:
             shown, stop = StopStrings(asked.request.params.stop).add(message["content"])
             if stop is not None:  # the client is not shown it, and so does not send it back
                 message["content"] = shown
-            node = self._record(asked, completion, completion.finish_reason, message)
+            node = self._record(asked, completion, message)
             self.graph.supersede(node)
             self._histories.said(asked.conversation, message, node, asked.name)
             self._keys[node], self._last[asked.call] = asked.key, node
@@ -240,28 +240,25 @@ class Session:
 
     def _keep(self, asked: Asked, parts: Sequence[Tokens]) -> None:
         """Records what was sampled of an answer that is none."""
-        whole = Tokens(**{item.name: np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(Tokens)})
-        message = self.renderer.parse(whole.ids.tolist(), f"call_{asked.name}", asked.tools)
-        self.graph.mark(self._record(asked, whole, FinishReason.ABORT, message), "abandoned")
-
-    def _record(self, asked: Asked, tokens: Tokens, reason: FinishReason, message: Message) -> int:
-        whole = tokens if isinstance(tokens, Completion) else None
-        return self.graph.add_completion(
-            asked.node,
+        arrays: dict[str, Any] = {
+            item.name: np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(Tokens)
+        }
+        whole = Completion(
+            **arrays,
             request_id=asked.request.id,
             prompt_ids=asked.request.prompt_ids,
-            ids=tokens.ids.tolist(),
-            logprobs=tokens.logprobs.tolist(),
-            logprobs_full=tokens.logprobs_full.tolist(),
-            versions=tokens.versions.tolist(),
-            temperature=asked.request.params.temperature,
-            finish_reason=reason.value,
-            message=message,
-            cached_tokens=whole.cached_tokens if whole else 0,
-            routing=whole.routing if whole else None,
-            routing_start=whole.routing_start if whole else 0,
-            call=asked.call,
+            finish_reason=FinishReason.ABORT,
+            stop_reason=None,
+            cached_tokens=0,
+            prefilled_tokens=0,
+            prompt_logprobs=None,
         )
+        message = self.renderer.parse(whole.ids.tolist(), f"call_{asked.name}", asked.tools)
+        self.graph.mark(self._record(asked, whole, message), "abandoned")
+
+    def _record(self, asked: Asked, completion: Completion, message: Message) -> int:
+        temperature = asked.request.params.temperature
+        return self.graph.record(asked.node, completion, message, temperature=temperature, call=asked.call)
 
     def _sampling(self, turn: Turn) -> SamplingParams:
         """The session's parameters with the client's limits: its stop strings, fewer tokens, and more if it may."""

@@ -192,6 +192,12 @@ def function(tool: Field, schema: str, notes: list[str]) -> Tool:
     }
 
 
+def check_form(form: Field) -> None:
+    """Refuses a form that the answer is to have."""
+    if form and form["type"].text() != "text":
+        raise form.error("text is not constrained to a form; ask for it in the prompt and leave this out")
+
+
 def hosted(tool: Field, notes: list[str]) -> None:
     """A tool that is none of ours to call: the client's provider would run it."""
     note(notes, f"{tool.where}: hosted tool {tool['type'].text()[:40]!r} is ignored")

@@ -10,6 +10,7 @@ from rl.wire_body import (
     Field,
     arguments,
     assistant,
+    check_form,
     function,
     hosted,
     load,
@@ -100,8 +101,7 @@ def _refuse(body: Field) -> None:
     for name in ("functions", "function_call"):
         if body[name]:
             raise body[name].error("this form is old; use tools and tool_choice")
-    if body["response_format"] and body["response_format"]["type"].text() != "text":
-        raise body["response_format"].error("text is not constrained to a form; ask for it in the prompt and leave this out")
+    check_form(body["response_format"])
     if body["audio"] or any(item.text() != "text" for item in body["modalities"].items()):
         raise body["audio" if body["audio"] else "modalities"].error("only text can be had; leave it out")
 

@@ -16,6 +16,7 @@ from rl.wire_body import (
     SEVERAL,
     Field,
     assistant,
+    check_form,
     choice,
     function,
     hosted,
@@ -80,8 +81,7 @@ def _refuse(body: Field, notes: list[str]) -> None:
     """What would change the answer and cannot be had, and what is left out with a note."""
     config = body["output_config"] if body["output_config"] else Field({}, "output_config")
     for form in (body["output_format"], config["format"]):
-        if form and form["type"].text() != "text":
-            raise form.error("text is not constrained to a form; ask for it in the prompt and leave this out")
+        check_form(form)
     note_effort(config["effort"], notes)
     note_effort(body["thinking"], notes)
     if body["mcp_servers"].value:

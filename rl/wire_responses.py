@@ -14,6 +14,7 @@ from rl.wire_body import (
     Field,
     arguments,
     assistant,
+    check_form,
     function,
     hosted,
     kind_of,
@@ -100,9 +101,7 @@ def _refuse(body: Field) -> None:
         raise body["background"].error("answers are not kept for later; leave it out, and stream")
     if body["top_logprobs"] and body["top_logprobs"].integer():
         raise body["top_logprobs"].error("an agent's turn has none; they are in the record")
-    form = body["text"]["format"] if body["text"] else Field(None)
-    if form and form["type"].text() != "text":
-        raise form.error("text is not constrained to a form; ask for it in the prompt and leave this out")
+    check_form(body["text"]["format"] if body["text"] else Field(None))
 
 
 def _tools(body: Field, notes: list[str]) -> tuple[tuple[Tool, ...], dict[str, tuple[str, str]]]:
