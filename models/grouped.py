@@ -20,29 +20,30 @@ LARGEST_TILE = 64
 
 
 def grouped(
-    x: jax.Array, weights: Sequence[jax.Array], sizes: jax.Array, dtype: DTypeLike, platform: str = ""
+    x: jax.Array, weights: Sequence[jax.Array], sizes: jax.Array, dtype: DTypeLike, platform: str = "", rows: int = 0
 ) -> tuple[jax.Array, ...]:
     """`[N, F]` for each of `weights` `[E, D, F]`: the first sizes[0] rows of x `[N, D]` with the first matrix, and so on. Rows
     past the sum of `sizes` give 0. Rounding, results and gradients are those of `models.layers.dots`.
 
     Args:
         platform: that it will run on; empty: this process's own.
+        rows: of a CPU's tiles, see `Numerics.rows`; 0: as many as suit the sizes. The backward is free to choose.
     """
-    return _grouped(x, tuple(weights), sizes, np.dtype(dtype), platform or jax.default_backend())
+    return _grouped(x, tuple(weights), sizes, np.dtype(dtype), platform or jax.default_backend(), rows)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _grouped(
-    x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array, dtype: np.dtype, platform: str
+    x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array, dtype: np.dtype, platform: str, rows: int
 ) -> tuple[jax.Array, ...]:
-    return _rows((x,) * len(weights), weights, sizes, dtype, platform)
+    return _rows((x,) * len(weights), weights, sizes, dtype, platform, rows)
 
 
-def _grouped_forward(x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array, dtype: np.dtype, platform: str):
-    return _grouped(x, weights, sizes, dtype, platform), (stored(x, dtype), jnp.zeros(0, x.dtype), weights, sizes)
+def _grouped_forward(x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array, dtype: np.dtype, platform: str, rows: int):
+    return _grouped(x, weights, sizes, dtype, platform, rows), (stored(x, dtype), jnp.zeros(0, x.dtype), weights, sizes)
 
 
-def _grouped_backward(dtype: np.dtype, platform: str, saved: tuple, gs: tuple[jax.Array, ...]):
+def _grouped_backward(dtype: np.dtype, platform: str, rows: int, saved: tuple, gs: tuple[jax.Array, ...]):
     x, like, weights, sizes = saved
     x = restored(x, dtype)
     dx = reduce(jnp.add, _rows(gs, [w.swapaxes(1, 2) for w in weights], sizes, dtype, platform)).astype(like.dtype)
@@ -54,12 +55,12 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 def _rows(
-    xs: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, dtype: np.dtype, platform: str
+    xs: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, dtype: np.dtype, platform: str, rows: int = 0
 ) -> tuple[jax.Array, ...]:
     """Of each x with its own weights."""
     xs, weights = [x.astype(dtype) for x in xs], [w.astype(dtype) for w in weights]
     if platform == "cpu":
-        outs = _tiled_rows(xs, weights, sizes, dtype)
+        outs = _tiled_rows(xs, weights, sizes, dtype, rows)
     else:
         ragged = partial(jax.lax.ragged_dot, precision=_precision(dtype), preferred_element_type=accumulator(dtype))
         outs = tuple(ragged(x, w, sizes) for x, w in zip(xs, weights, strict=True))
@@ -100,10 +101,10 @@ def _tile(N: int, E: int) -> int:
 
 
 def _tiled_rows(
-    xs: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, dtype: np.dtype
+    xs: Sequence[jax.Array], weights: Sequence[jax.Array], sizes: jax.Array, dtype: np.dtype, rows: int
 ) -> tuple[jax.Array, ...]:
     N, E = xs[0].shape[0], weights[0].shape[0]
-    R = _tile(N, E)
+    R = rows or _tile(N, E)
     count, expert, first = _tiles(sizes, N, R)
     xs = [jnp.pad(x, ((0, R), (0, 0))) for x in xs]
 

@@ -39,14 +39,27 @@ def dot(spec: str, x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:
     return dots(spec, x, (w,), dtype)[0]
 
 
-def dots(spec: str, x: jax.Array, weights: Sequence[jax.Array], dtype: DTypeLike) -> tuple[jax.Array, ...]:
-    """`dot` of one x with each of several weights; their backward shares what it keeps of x, which is x rounded to `dtype`."""
-    return _dots(spec, x, tuple(weights), np.dtype(dtype))
+def dots(spec: str, x: jax.Array, weights: Sequence[jax.Array], dtype: DTypeLike, rows: int = 0) -> tuple[jax.Array, ...]:
+    """`dot` of one x with each of several weights; their backward shares what it keeps of x, which is x rounded to `dtype`.
+
+    Args:
+        rows: see `Numerics.rows`; the backward needs no tiles.
+    """
+    return _dots(spec, x, tuple(weights), np.dtype(dtype), rows)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _dots(spec: str, x: jax.Array, weights: tuple[jax.Array, ...], dtype: np.dtype) -> tuple[jax.Array, ...]:
-    return tuple(product(spec, x, w, dtype) for w in weights)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def _dots(spec: str, x: jax.Array, weights: tuple[jax.Array, ...], dtype: np.dtype, rows: int) -> tuple[jax.Array, ...]:
+    one = partial(_product_of_tiles, rows=rows) if rows else product
+    return tuple(one(spec, x, w, dtype) for w in weights)
+
+
+def _product_of_tiles(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype, rows: int) -> jax.Array:
+    """`product` of the first dim's rows, so many at a time: all of them are products of one shape."""
+    T, w = x.shape[0], w.astype(dtype)
+    tiles = jnp.pad(x.astype(dtype), [(0, -T % rows)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, rows, *x.shape[1:])
+    out = jax.lax.map(lambda tile: product(spec, tile, w, dtype), tiles)
+    return out.reshape(-1, *out.shape[2:])[:T]
 
 
 def product(spec: str, x: jax.Array, w: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -79,11 +92,11 @@ def _tiled(spec: str, x: jax.Array, w: jax.Array, tile: int = 64) -> tuple[str, 
     return f"{left_z},{right_z}->z{out}", cut(x, left), cut(w, right)
 
 
-def _dots_forward(spec: str, x: jax.Array, weights: tuple[jax.Array, ...], dtype: np.dtype):
-    return _dots(spec, x, weights, dtype), (stored(x, dtype), jnp.zeros(0, x.dtype), weights)
+def _dots_forward(spec: str, x: jax.Array, weights: tuple[jax.Array, ...], dtype: np.dtype, rows: int):
+    return _dots(spec, x, weights, dtype, rows), (stored(x, dtype), jnp.zeros(0, x.dtype), weights)
 
 
-def _dots_backward(spec: str, dtype: np.dtype, saved: tuple[jax.Array, jax.Array, tuple], gs: tuple[jax.Array, ...]):
+def _dots_backward(spec: str, dtype: np.dtype, rows: int, saved: tuple[jax.Array, jax.Array, tuple], gs: tuple[jax.Array, ...]):
     x, like, weights = saved
     x = restored(x, dtype)
     operands, out = spec.split("->")

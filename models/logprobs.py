@@ -196,7 +196,7 @@ def _log_probs_forward(hidden, weight, ids, temperature, used, spec: str, numeri
     rounded = weight.astype(numerics.dtype)
 
     def compute(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
-        logits = dot(spec, hidden.reshape(-1, D), rounded, numerics.dtype)
+        logits = numerics.dot(spec, hidden.reshape(-1, D), rounded)
         logits = numerics.tempered(logits, jnp.broadcast_to(temperature, logits.shape))
         parts = tiles(logits, numerics)
         chosen = parts.log_probs(jnp.take_along_axis(logits, ids.reshape(-1)[:, None], axis=-1))

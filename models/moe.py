@@ -21,12 +21,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 
 from models.config import ModelConfig
 from models.grouped import grouped
-from models.layers import dot, dots, gated, published, weight
-from models.numerics import COLUMNS
+from models.layers import gated, published, weight
+from models.numerics import COLUMNS, Numerics
 from models.router import Routing, fold, gap_of, gates_of, scores_of, select, unrecorded
 from sharding.shards import Shards
 
@@ -71,38 +70,38 @@ def collect(rows: jax.Array, sent: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def of_assignments(
-    x: jax.Array, ids: jax.Array, gates: jax.Array, weights: Weights, dtype: DTypeLike, platform: str
+    x: jax.Array, ids: jax.Array, gates: jax.Array, weights: Weights, numerics: Numerics, platform: str
 ) -> jax.Array:
     """What each assignment gives: x `[T, D]`, ids and gates `[T, k]` -> `[T, k, D]`; 0 where an id is no expert (E)."""
     T, k = ids.shape
     order = jnp.argsort(ids.reshape(-1), stable=True)
     place = jnp.zeros(T * k, jnp.int32).at[order].set(jnp.arange(T * k, dtype=jnp.int32), unique_indices=True)
     sizes = (ids.reshape(-1, 1) == jnp.arange(weights[0].shape[0])[None]).sum(axis=0, dtype=jnp.int32)
-    gate, up = grouped(spread(x, order, place, k), weights[:2], sizes, dtype, platform)
-    hidden: jax.Array = gated(gate, up, dtype)  # pyright: ignore[reportAssignmentType]
+    gate, up = grouped(spread(x, order, place, k), weights[:2], sizes, numerics.dtype, platform, numerics.rows)
+    hidden: jax.Array = gated(gate, up, numerics.dtype)  # pyright: ignore[reportAssignmentType]
     hidden = hidden * collect(gates.reshape(-1), place, order)[:, None]
-    (out,) = grouped(hidden, weights[2:], sizes, dtype, platform)
+    (out,) = grouped(hidden, weights[2:], sizes, numerics.dtype, platform, numerics.rows)
     return collect(out, order, place).reshape(T, k, -1)
 
 
 def apply_experts(
-    x: jax.Array, ids: jax.Array, gates: jax.Array, weights: Weights, dtype: DTypeLike, shards: Shards
+    x: jax.Array, ids: jax.Array, gates: jax.Array, weights: Weights, numerics: Numerics, shards: Shards
 ) -> jax.Array:
     """The sum of each token's experts, `[T, D]`. Experts that are split over devices: where their axis splits tokens too,
     assignments travel to their expert and back; else every device adds up its own."""
     axes = shards.kept("experts")
     if axes and set(axes) <= set(shards.rows):
-        each = exchanged(x, ids, gates, weights, dtype, shards, axes)
+        each = exchanged(x, ids, gates, weights, numerics, shards, axes)
         return shards.total(fold(each), "expert_ffn")
     if axes:
         mine = ids - jax.lax.axis_index(axes) * weights[0].shape[0]
         ids = jnp.where((mine >= 0) & (mine < weights[0].shape[0]), mine, weights[0].shape[0])
-    total = fold(of_assignments(x, ids, gates, weights, dtype, shards.platform))
+    total = fold(of_assignments(x, ids, gates, weights, numerics, shards.platform))
     return shards.total(shards.total(total, "experts"), "expert_ffn")
 
 
 def exchanged(
-    x: jax.Array, ids: jax.Array, gates: jax.Array, weights: Weights, dtype: DTypeLike, shards: Shards, axes: tuple[str, ...]
+    x: jax.Array, ids: jax.Array, gates: jax.Array, weights: Weights, numerics: Numerics, shards: Shards, axes: tuple[str, ...]
 ) -> jax.Array:
     """`of_assignments` where each device has some of the tokens and some of the experts: nothing is ever dropped.
 
@@ -121,10 +120,10 @@ def exchanged(
         slot = rank - number * C
         place = jnp.where((slot >= 0) & (slot < C), target * C + slot, W * C)
         sent = jnp.full(W * C, N, jnp.int32).at[place].set(jnp.arange(N, dtype=jnp.int32), mode="drop")
-        rows = shards.exchange(spread(x, sent, place, k), axes, dtype)
+        rows = shards.exchange(spread(x, sent, place, k), axes, numerics.dtype)
         expert = shards.exchange(jnp.take(flat, sent, mode="fill", fill_value=num_experts), axes, jnp.int32)
         gate = shards.exchange(collect(gates.reshape(-1), place, sent), axes, gates.dtype)
-        out = of_assignments(rows, expert[:, None], gate[:, None], weights, dtype, shards.platform)[:, 0]
+        out = of_assignments(rows, expert[:, None], gate[:, None], weights, numerics, shards.platform)[:, 0]
         return collect(shards.exchange(out, axes, out.dtype), sent, place)
 
     def body(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
@@ -143,11 +142,11 @@ def exchanged(
 class MoE(nnx.Module):
     """The experts of a layer, the shared one included."""
 
-    def __init__(self, model: ModelConfig, dtype: DTypeLike, deep: float):
+    def __init__(self, model: ModelConfig, numerics: Numerics, deep: float):
         assert model.moe is not None
         config = self.config = model.moe
         D, E, F, S = model.model_dim, config.num_experts, config.ffn_dim, config.shared_ffn_dim
-        self.dtype = dtype
+        self.numerics, self.dtype = numerics, numerics.dtype
         self.router = weight((D, E), ("embed", "router"), D**-0.5)
         if config.selection_bias:
             self.bias = weight((E,), ("router",), 0.01)
@@ -196,24 +195,24 @@ class MoE(nnx.Module):
     def _logits(self, x: jax.Array, router: nnx.Param) -> jax.Array:
         """Few columns have bits of their own (models/README.md): they are filled up."""
         w = router[...]
-        return dot("td,de->te", x, jnp.pad(w, ((0, 0), (0, -w.shape[1] % COLUMNS))), self.dtype)[:, : w.shape[1]]
+        return self.numerics.dot("td,de->te", x, jnp.pad(w, ((0, 0), (0, -w.shape[1] % COLUMNS))))[:, : w.shape[1]]
 
     def _experts(self, x: jax.Array, ids: jax.Array, gates: jax.Array, shards: Shards, outer: Shards) -> jax.Array:
         parts = self.gate, self.up, self.down
         weights = tuple(w[...] for w in parts)
         if outer.mesh is None:
-            return apply_experts(x, ids, gates, weights, self.dtype, shards)
-        here: Callable = partial(apply_experts, dtype=self.dtype, shards=outer)
+            return apply_experts(x, ids, gates, weights, self.numerics, shards)
+        here: Callable = partial(apply_experts, numerics=self.numerics, shards=outer)
         whole = PartitionSpec()
         split = tuple(outer.spec(*w.get_metadata()["description"].dims) for w in parts)
         return outer.run(here, (whole, whole, whole, split), whole)(x, ids, gates, weights)
 
     def _shared(self, x: jax.Array) -> jax.Array:
-        gate, up = dots("td,df->tf", x, (self.shared_gate[...], self.shared_up[...]), self.dtype)
+        gate, up = self.numerics.dots("td,df->tf", x, (self.shared_gate[...], self.shared_up[...]))
         hidden: jax.Array = gated(gate, up, self.dtype)  # pyright: ignore[reportAssignmentType]
         if self.config.shared_gate:
             hidden = hidden * jax.nn.sigmoid(self._logits(x, self.shared_router))
-        return dot("tf,fd->td", hidden, self.shared_down[...], self.dtype)
+        return self.numerics.dot("tf,fd->td", hidden, self.shared_down[...])
 
     def _losses(self, logits: jax.Array, load: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """balance and z: `[T]` each."""

@@ -4,6 +4,8 @@ Exact numerics keep a token's bits independent of its company, so that sampler a
 says what was measured. Fast numerics leave order and fusion to the compiler.
 """
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,11 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from models.layers import dot, rounded
+from models.layers import dot, dots, rounded
 
 COLUMNS = 64
 """float32 products with a multiple of so many columns have bits that depend neither on the number of rows nor on where zeros
 stand between terms (measured on CPU, jax 0.10.2 and 0.12; with fewer columns they do)"""
+
+MOST_ROWS, ROWS = 256, (2, 8, 33, 64)
+"""what a machine's bits are checked with: rows of a whole, and of its parts"""
+TILE = 16
+"""rows of a product where their number would matter: decode has few, and more in a tile are little faster (measured)"""
+PROBED = ((64, 264), (576, 192), (1536, 576))
+"""products that other paths of XLA-CPU compute with bits that depend on the rows (measured)"""
 
 
 @dataclass(frozen=True)
@@ -27,10 +36,22 @@ class Numerics:
     """operands of products"""
     exact: bool = True
     """whether a token's bits are its own"""
+    rows: int = 0
+    """products with weights are made of tiles of so many rows, all of one shape; 0: of all rows at once, where the machine
+    computes those with bits that do not depend on how many there are (`models.invariance.tile_rows`)"""
 
-    def __init__(self, dtype: DTypeLike, exact: bool = True):
+    def __init__(self, dtype: DTypeLike, exact: bool = True, rows: int = 0):
         object.__setattr__(self, "dtype", np.dtype(dtype))
         object.__setattr__(self, "exact", exact)
+        object.__setattr__(self, "rows", rows)
+
+    def dot(self, spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+        """`layers.dot` with a weight; rows are the first dim of `x`."""
+        return self.dots(spec, x, (w,))[0]
+
+    def dots(self, spec: str, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """`layers.dots` with weights; rows are the first dim of `x`."""
+        return dots(spec, x, weights, self.dtype, self.rows)
 
     def row_sum(self, x: jax.Array) -> jax.Array:
         """Sum over the last dim."""
@@ -43,6 +64,27 @@ class Numerics:
     def tempered(self, logits: jax.Array, temperature: jax.Array) -> jax.Array:
         """logits / temperature, of the same shape."""
         return tempered(logits, temperature) if self.exact else logits / temperature
+
+
+def tile_rows(dtype: DTypeLike) -> int:
+    """`Numerics.rows` for exact numerics on this process's devices: 0 or TILE. Found by running products, once a process."""
+    return _tile_rows(np.dtype(dtype), jax.default_backend())
+
+
+@functools.cache
+def _tile_rows(dtype: np.dtype, platform: str) -> int:
+    if platform != "cpu" or dtype.itemsize != 2:
+        return 0
+    rng = np.random.default_rng(0)
+    xs = [rng.standard_normal((MOST_ROWS, shape[0]), np.float32) for shape in PROBED]
+    weights = [jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in PROBED]
+    run = jax.jit(lambda xs, weights: [dot("td,df->tf", x, w, dtype) for x, w in zip(xs, weights, strict=True)])
+    whole = jax.device_get(run(xs, weights))
+    for n in ROWS:
+        some = jax.device_get(run([x[:n] for x in xs], weights))
+        if any((part != all_[:n]).any() for part, all_ in zip(some, whole, strict=True)):
+            return TILE
+    return 0
 
 
 @jax.custom_vjp

@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 
 from models.attention import Context
 from models.config import ModelConfig
-from models.layers import dot, dots, gated, published, rope_tables, rotate, weight
+from models.layers import gated, published, rope_tables, rotate, weight
 from models.moe import MoE
-from models.numerics import Numerics, rms_norm
+from models.numerics import Numerics, rms_norm, tile_rows
 from models.router import Routing
 from sharding.rules import Weight
 from sharding.shards import Shards, gathers
@@ -67,7 +67,7 @@ class Block(nnx.Module):
             self.k_norm = weight((h,), ("norm",), 0)
         self.mlp_norm = weight((D,), ("norm",), 0)
         if config.moe:
-            self.moe = MoE(config, self.dtype, deep)
+            self.moe = MoE(config, numerics, deep)
             return
         self.gate = weight((D, F), ("embed", "ffn"), D**-0.5)
         self.up = weight((D, F), ("embed", "ffn"), D**-0.5)
@@ -80,7 +80,7 @@ class Block(nnx.Module):
         """`[..., D] x [D, ...]` for each weight, as products of matrices."""
         arrays = [w[...] for w in weights]
         matrices = [array.reshape(array.shape[0], -1) for array in arrays]
-        outs = [checkpoint_name(out, PRODUCT) for out in dots("td,df->tf", x.reshape(-1, x.shape[-1]), matrices, self.dtype)]
+        outs = [checkpoint_name(out, PRODUCT) for out in self.numerics.dots("td,df->tf", x.reshape(-1, x.shape[-1]), matrices)]
         return [out.reshape(*x.shape[:-1], *array.shape[1:]) for out, array in zip(outs, arrays, strict=True)]
 
     def attention(self, layer, x: jax.Array, rope: tuple[jax.Array, jax.Array], context: Context) -> jax.Array:
@@ -96,7 +96,7 @@ class Block(nnx.Module):
         out = context.attend(layer, rotate(q, rope, self.dtype), rotate(k, rope, self.dtype), v)
         out = checkpoint_name(out, PRODUCT)
         w = self.o[...]
-        return dot("te,ed->td", out.reshape(-1, out.shape[-1]), w.reshape(-1, w.shape[-1]), self.dtype).reshape(x.shape)
+        return self.numerics.dot("te,ed->td", out.reshape(-1, out.shape[-1]), w.reshape(-1, w.shape[-1])).reshape(x.shape)
 
     def mlp(self, x: jax.Array) -> jax.Array:
         gate, up = self.project(self.norm(x, self.mlp_norm), self.gate, self.up)
@@ -248,7 +248,7 @@ class Transformer(nnx.Module):
 
     def products(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
         """Hidden states `[T, D]` -> logits of the head's ids, or of a part of them."""
-        return dot(self.head_spec, hidden, weight, self.dtype)
+        return self.numerics.dot(self.head_spec, hidden, weight)
 
 
 def _named(model: Transformer) -> list[tuple[str, tuple, nnx.Param]]:
@@ -281,7 +281,7 @@ class Definition:
         value_head: bool = False,
         exact: bool = True,
     ):
-        numerics = Numerics(dtype, exact)
+        numerics = Numerics(dtype, exact, tile_rows(dtype) if exact else 0)
         model = Transformer(config, numerics, stacked, remat, value_head)
         self.config, self.numerics, self.dtype, self.remat = config, numerics, numerics.dtype, remat
         self.weights = describe(config, stacked, value_head)
