@@ -128,7 +128,7 @@ def _moved_in_attention(config: ModelConfig, numerics: Numerics) -> list[str]:
     N, Q, C, seen = 3, 64, 2 * KEY_BLOCK, 40
     q, k, v = _normal(0, N, Q, K * G, h), _normal(1, K, N, C, h), _normal(2, K, N, C, h)
     visible = np.broadcast_to(np.arange(C)[None] <= (C - Q + np.arange(Q))[:, None], (N, Q, C))
-    attend = jax.jit(lambda *args: attend_blocks(*args, numerics))
+    attend = jax.jit(partial(attend_blocks, numerics=numerics))
     whole = np.asarray(attend(q, k, v, visible))
     found = [
         f"attention, head dim {h}: {n} queries of one sequence are not those of {Q} of {N}"
@@ -136,8 +136,8 @@ def _moved_in_attention(config: ModelConfig, numerics: Numerics) -> list[str]:
         if _differ(attend(q[:1, -n:], k[:, :1], v[:, :1], visible[:1, -n:]), whole[:1, -n:])
     ]
     first = np.broadcast_to(np.arange(C) < seen, (N, Q, C))
-    one = (x[..., :KEY_BLOCK, :] for x in (k, v))
-    few = attend(q, *one, first[..., :KEY_BLOCK])
+    keys, values = (x[..., :KEY_BLOCK, :] for x in (k, v))
+    few = attend(q, keys, values, first[..., :KEY_BLOCK])
     if _differ(few, attend(q, k, v, first)):
         found.append(f"attention, head dim {h}: padding moves it")
     places = np.sort(np.random.default_rng(3).permutation(KEY_BLOCK)[:seen])

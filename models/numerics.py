@@ -20,8 +20,8 @@ COLUMNS = 64
 """float32 products with a multiple of so many columns have bits that depend neither on the number of rows nor on where zeros
 stand between terms (measured on CPU, jax 0.10.2 and 0.12; with fewer columns they do)"""
 
-MOST_ROWS, ROWS = 256, (2, 8, 33, 64)
-"""what a machine's bits are checked with: rows of a whole, and of its parts"""
+MOST_ROWS, ROWS = 256, (2, 33)
+"""what a machine's bits are checked with: rows of a whole, and of its parts (all products that moved did at one of these)"""
 TILE = 16
 """rows of a product where their number would matter: decode has few, and more in a tile are little faster (measured)"""
 PROBED = ((64, 264), (576, 192), (1536, 576))
@@ -38,7 +38,7 @@ class Numerics:
     """whether a token's bits are its own"""
     rows: int = 0
     """products with weights are made of tiles of so many rows, all of one shape; 0: of all rows at once, where the machine
-    computes those with bits that do not depend on how many there are (`models.invariance.tile_rows`)"""
+    computes those with bits that do not depend on how many there are (`tile_rows`)"""
 
     def __init__(self, dtype: DTypeLike, exact: bool = True, rows: int = 0):
         object.__setattr__(self, "dtype", np.dtype(dtype))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from models.config import ModelConfig, MoEConfig
 from models.grouped import grouped
+from models.numerics import Numerics
 from models.router import gates_of, select
 from models.transformer import ALONE, Block, describe
 from sharding.mesh import make_mesh
@@ -65,7 +66,7 @@ def weights_of(config: MoEConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 def layer(config: MoEConfig, params: Any, x: Any, replay: Any = None, load: Any = None, dtype: Any = jnp.float64, shards=ALONE):
     """The module, bound to these weights."""
-    moe = Block(dataclasses.replace(MODEL, moe=config), dtype).moe
+    moe = Block(dataclasses.replace(MODEL, moe=config), Numerics(dtype)).moe
     nnx.update(moe, nnx.from_flat_state([((name,), nnx.Param(jnp.asarray(value))) for name, value in params.items()]))
     return moe(x, replay, load, shards, ALONE)
 

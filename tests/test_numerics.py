@@ -16,16 +16,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from models.config import ModelConfig, RopeScaling
-from models.layers import dot, published, rope_frequencies, rope_tables, rotate
+from models.config import ModelConfig, MoEConfig, RopeScaling
+from models.layers import dot, gated, published, rope_frequencies, rope_tables, rotate
 from models.logprobs import log_prob, token_log_probs
-from models.numerics import Numerics, exp_from, rms_norm, row_sum
+from models.numerics import Numerics, exp_from, rms_norm, row_sum, tempered, tile_rows
+from models.router import gates_of, scores_of, select
 from sharding.shards import Shards
 from sharding.vocabulary import Head
 
 ROWS = (2, 3, 8, 17, 100, 511)
 BF16 = jnp.bfloat16
-EXACT = Numerics(BF16)
+EXACT = Numerics(BF16, rows=tile_rows(BF16))
 
 
 def normal(seed: int, *shape: int) -> Any:
@@ -57,12 +58,12 @@ def rows_do_not_matter(function: Any, x: np.ndarray, rows: tuple[int, ...] = ROW
 @pytest.mark.parametrize("shape", [(64, 64), (64, 264), (128, 64), (576, 1536), (1536, 576), (100, 36)], ids=str)
 def test_dot_rows(shape: tuple[int, int]) -> None:
     w = normal(1, *shape)
-    rows_do_not_matter(jax.jit(lambda x: dot("td,df->tf", x, w, BF16)), normal(0, 512, shape[0]))
+    rows_do_not_matter(jax.jit(lambda x: EXACT.dot("td,df->tf", x, w)), normal(0, 512, shape[0]))
 
 
 def test_dot_rows_with_transposed_weights() -> None:
     w = normal(1, 1000, 64)  # a tied head
-    rows_do_not_matter(jax.jit(lambda x: dot("td,vd->tv", x, w, BF16)), normal(0, 512, 64))
+    rows_do_not_matter(jax.jit(lambda x: EXACT.dot("td,vd->tv", x, w)), normal(0, 512, 64))
 
 
 def test_dot_accumulates_and_returns_float32() -> None:
@@ -91,6 +92,43 @@ def test_exponentials_below_a_maximum() -> None:
     rows_do_not_matter(function, x, (1, *ROWS))
     exact = np.exp(x.astype(np.float64) - x.max(-1, keepdims=True))
     np.testing.assert_allclose(function(x), exact, rtol=2e-6)
+
+
+def test_tempered_in_other_programs() -> None:
+    """With the difference after it that a compiler would contract it with, for temperatures of rows and for one of all."""
+    logits, top = 4 * normal(0, 512, 264), normal(1, 512, 264)
+    temperature = np.abs(normal(2, 512, 1)) + np.float32(0.5)
+    wide = np.broadcast_to(temperature, logits.shape)
+    alone = np.asarray(jax.jit(tempered)(logits, wide)) - top
+    minus = jax.jit(lambda x, t, top: tempered(x, jnp.broadcast_to(t, x.shape)) - top)
+    for n in (1, *ROWS):
+        same(minus(logits[:n], temperature[:n], top[:n]), alone[:n])
+        same(minus(logits[-n:], temperature[-n:], top[-n:]), alone[-n:])
+    at_once = jax.jit(lambda x, t, top: tempered(x, jnp.full_like(x, t)) - top)
+    same(at_once(logits, np.float32(0.7), top), np.asarray(jax.jit(tempered)(logits, np.full_like(logits, 0.7))) - top)
+
+
+def test_gated_in_other_programs() -> None:
+    x, w = normal(0, 512, 64), (normal(1, 64, 192), normal(2, 64, 192))
+    pair = jax.jit(lambda x: EXACT.dots("td,df->tf", x, w))
+    alone = np.asarray(jax.jit(lambda gate, up: gated(gate, up, BF16))(*pair(x)))
+    whole = jax.jit(lambda x: gated(*EXACT.dots("td,df->tf", x, w), BF16))
+    same(whole(x), alone)
+    rows_do_not_matter(whole, x)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_gates_in_other_programs(scoring: Any, renormalise: bool) -> None:
+    config = MoEConfig(num_experts=64, experts_per_token=4, ffn_dim=8, scoring=scoring, renormalise=renormalise)
+    x, w = normal(0, 512, 64), normal(1, 64, 64)
+
+    def gates(logits: Any) -> jax.Array:
+        return gates_of(config, logits, select(config, scores_of(config, logits)))
+
+    whole = jax.jit(lambda x: gates(EXACT.dot("td,de->te", x, w)))
+    same(whole(x), jax.jit(gates)(jax.jit(lambda x: EXACT.dot("td,de->te", x, w))(x)))
+    rows_do_not_matter(whole, x)
 
 
 @pytest.mark.parametrize("n", [16, 64, 576])
