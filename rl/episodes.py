@@ -166,8 +166,9 @@ class Episodes:
                     self._sampling[request.id] = _Flight(running, ticket, time.perf_counter(), asked)
                     self.engine.submit(request)
             elif isinstance(wanted, Attach):
-                self._outside.attach(wanted.bridge, running.graph.episode.id, running.rollout.count)
-                play.give(ticket, self._session(running))
+                session = self._session(running)
+                self._outside.attach(wanted.bridge, session, running.rollout.count)
+                play.give(ticket, session)
             elif wanted.done():
                 self._hand(wanted, _Flight(running, ticket, time.perf_counter()))
             else:

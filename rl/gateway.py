@@ -64,7 +64,8 @@ class Turned(Answer):
             if part.finish_reason == "abort":
                 self._parts = [part] if len(part.ids) else []  # all of it, to be kept
                 raise ApiError("the request was aborted by an update of the weights; send it again", status=503)
-            self._session.commit(self._asked, part)
+            if not self._asked.done.done():  # behind a bridge, the run has recorded it
+                self._session.commit(self._asked, part)
         else:
             self._parts.append(part)
         new = part.ids[self._seen :] if isinstance(part, Completion) else part.ids

@@ -94,17 +94,14 @@ class Session:
         """call -> what was sampled last in it"""
         self._prompts: set[tuple[int, int]] = set()
         """(call, node) that were asked for: again, they are no break"""
-        self._running: set[str] = set()
+        self.running: dict[str, Asked] = {}
+        """by name: requests whose answers are on their way"""
+        self._left = False
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self.used = time.monotonic()
         self.changed = False
         """since it was last written"""
-
-    @property
-    def running(self) -> int:
-        """Requests whose answers are on their way."""
-        return len(self._running)
 
     def ask(self, turn: Turn, who: Identity) -> tuple[Asked, bool]:
         """What the engine is to be given for a turn, and whether it is: not where the same request has brought it there before.
@@ -114,7 +111,7 @@ class Session:
             ValueError: the renderer has no form for a message.
         """
         with self._lock:
-            if self.graph.episode.status != "running":  # who has found the session may come after its end
+            if self._left or self.graph.episode.status != "running":  # who has found the session may come after its end
                 raise ApiError(f"session: {self.graph.episode.id!r} is finished; open another", status=409)
             self._note(*turn.notes)
             params = self._sampling(turn)
@@ -156,7 +153,7 @@ class Session:
                 turn.tools,
             )
             self._answers[key] = asked
-            self._running.add(name)
+            self.running[name] = asked
             self.changed = True
             return asked, True
 
@@ -171,7 +168,7 @@ class Session:
             self.graph.supersede(node)
             self._histories.said(asked.conversation, message, node, asked.name)
             self._keys[node], self._last[asked.call] = asked.key, node
-            self._running.discard(asked.name)
+            del self.running[asked.name]
             self.changed = True
         asked.done.set_result(completion)
         return message
@@ -185,7 +182,7 @@ class Session:
                 if parts and self.graph.episode.status == "running":  # a record that is closed is being read
                     self._keep(asked, parts)
             finally:  # whoever waits hears of it, also where the tokens are none that can be recorded
-                self._running.discard(asked.name)
+                del self.running[asked.name]
                 self.changed = True
                 said = f"the request that this one repeats has ended without an answer: {why}"
                 asked.done.set_exception(ApiError(said, status=503))
@@ -206,15 +203,20 @@ class Session:
     def settle(self, seconds: float = 30.0) -> None:
         """Waits until no answer is on its way. TimeoutError if that takes too long."""
         end = time.monotonic() + seconds
-        while self._running:
+        while self.running:
             if time.monotonic() > end:
-                raise TimeoutError(f"{len(self._running)} requests have not ended")
+                raise TimeoutError(f"{len(self.running)} requests have not ended")
             time.sleep(0.005)
+
+    def leave(self) -> None:
+        """Refuses what is asked from now on, as the episode is about to be closed."""
+        with self._lock:
+            self._left = True
 
     def finish(self, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
         """Closes the episode. ApiError where answers are on their way: they would be in no record."""
         with self._lock:
-            if self._running:
+            if self.running:
                 name = self.graph.episode.id
                 raise ApiError(f"session: {name!r} has requests in flight; finish it when they have ended", status=409)
             self.graph.finish(status, rewards=rewards, stop_reason=reason)

@@ -301,7 +301,7 @@ def test_whatever_clients_do(tmp_path_factory: pytest.TempPathFactory, script: l
         asked = [(agent, *world.ask(agent, step)) for agent in agents]
         for agent, request, wanted in reversed(asked):
             world.answer(agent, request, wanted, step)
-    assert world.session.running == 0
+    assert not world.session.running
     world.check(tmp_path_factory.mktemp("record"))
 
 
