@@ -27,7 +27,8 @@ from inference.text import StopStrings
 from inference.types import Completion, Tokens
 from rl import wire_chat, wire_messages, wire_responses
 from rl.messages import Piece
-from rl.registry import Sessions, finish_body, open_body
+from rl.registry import Sessions
+from rl.session_bodies import finish_body, open_body
 from rl.sessions import Asked, Session
 from rl.wires import Event, Turn, Usage, Wire
 

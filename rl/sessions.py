@@ -158,8 +158,14 @@ class Session:
             return asked, True
 
     def commit(self, asked: Asked, completion: Completion) -> Message:
-        """Records what was sampled, and returns it as a message."""
+        """Records what was sampled, and returns it as a message.
+
+        Raises:
+            ApiError: by older weights than what it goes on from: the engine has gone back. It is not recorded.
+        """
         with self._lock:
+            if (back := self._gone_back(asked, [completion])) is not None:
+                raise ApiError(f"session: {back}; open another session", status=409)
             message = self.renderer.parse(completion.ids.tolist(), f"call_{asked.name}", asked.tools)
             shown, stop = StopStrings(asked.request.params.stop).add(message["content"])
             if stop is not None:  # the client is not shown it, and so does not send it back
@@ -179,7 +185,9 @@ class Session:
             if self._answers.get(asked.key) is asked:
                 del self._answers[asked.key]
             try:
-                if parts and self.graph.episode.status == "running":  # a record that is closed is being read
+                if parts and (back := self._gone_back(asked, parts)) is not None:
+                    self._note(back)
+                elif parts and self.graph.episode.status == "running":  # a record that is closed is being read
                     self._keep(asked, parts)
             finally:  # whoever waits hears of it, also where the tokens are none that can be recorded
                 del self.running[asked.name]
@@ -239,6 +247,13 @@ class Session:
                 "nodes": dict(Counter(node.status for node in nodes if node.kind == "sampled")),
                 "notes": list(self.notes),
             }
+
+    def _gone_back(self, asked: Asked, parts: Sequence[Tokens]) -> str | None:
+        """What to say of tokens by older weights than those before them: a record has versions in order."""
+        versions = [self.graph.newest(asked.node), *(version for part in parts for version in part.versions.tolist())]
+        if versions == sorted(versions):
+            return None
+        return f"the engine has gone back to version {versions[-1]}, and this conversation was sampled up to {max(versions)}"
 
     def _keep(self, asked: Asked, parts: Sequence[Tokens]) -> None:
         """Records what was sampled of an answer that is none."""

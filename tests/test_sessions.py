@@ -475,6 +475,24 @@ def test_the_end_of_a_session() -> None:
     assert session.asked == 1
 
 
+def test_tokens_of_older_weights_do_not_follow_newer_ones() -> None:
+    """The engine has gone back: its answer is refused, what was sampled of one is noted, and another conversation begins."""
+    session = new_session()
+    first, _ = session.ask(turn([user("hi")]), MAIN)
+    completion = sampled(first, [*encode("ho"), END])
+    completion.versions[:] = 3
+    history = [user("hi"), session.commit(first, completion), user("and now")]
+    asked, _ = session.ask(turn(history), MAIN)
+    completion = sampled(asked, [*encode("ho"), END])
+    with pytest.raises(ApiError, match="gone back to version 0, and this conversation was sampled up to 3") as refused:
+        session.commit(asked, completion)
+    assert refused.value.status == 409
+    session.abandon(asked, [completion], "refused")
+    assert session.counts()["nodes"] == {"live": 1} and "gone back to version 0" in session.counts()["notes"][0]
+    answer(session, [user("another")], "ho")
+    assert session.counts()["nodes"] == {"live": 2} and not session.running
+
+
 def test_what_cannot_be_recorded_ends_all_the_same() -> None:
     session = new_session()
     asked, _ = session.ask(turn([user("hi")]), MAIN)
