@@ -77,6 +77,7 @@ class Engine:
         params: unrolled weights in `dtype`, placed by `rules` on `mesh` (`sharding.reshard` makes them).
         version: of these weights; each sampled token is stamped with the version that sampled it.
         tokenizer: needed for stop strings only.
+        exact: see `models.numerics.Numerics`.
 
     Raises:
         ValueError: the sizes do not fit the model or the memory, or the params are not this model's.
@@ -93,16 +94,16 @@ class Engine:
         mesh: Mesh,
         rules: Rules,
         tokenizer: TokenizerLike | None = None,
+        exact: bool = True,
     ):
         if config.max_context > model.max_positions:
             raise ValueError(
-                f"engine.max_context: {config.max_context} exceeds the {model.max_positions} positions the model was trained "
-                f"for; lower it"
+                f"engine.max_context: {config.max_context} exceeds the model's {model.max_positions} positions; lower it"
             )
         self.model, self.config, self.tokenizer = model, config, tokenizer
         self.memory = plan_memory(model, config, dtype, mesh, rules)
         check(self.memory, free_bytes(mesh))
-        self.runner = Runner(model, config, dtype, mesh, rules)
+        self.runner = Runner(model, config, dtype, mesh, rules, exact)
         self.runner.allocate()
         self.scheduler = Scheduler(
             num_pages=config.num_pages,
