@@ -25,6 +25,8 @@ from models.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+"""made once: `json.dumps` makes one for each value"""
 LEAST_LOGPROB = -9999.0
 """stands for minus infinity, which JSON has not"""
 
@@ -45,7 +47,7 @@ class Served:
 
 def to_bytes(value: Json) -> bytes:
     # a lone surrogate, which an escape in a tool call may be, has no UTF-8
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    return ENCODER.encode(value).encode("utf-8", "replace")
 
 
 class Answer(ABC):

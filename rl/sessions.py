@@ -26,7 +26,7 @@ from inference.types import Completion, FinishReason, Request, SamplingParams, T
 from rl.environments import Reward
 from rl.graph import Graph
 from rl.histories import Histories
-from rl.messages import CallKind, Message, Tool, canonical
+from rl.messages import CallKind, Message, Piece, Tool, canonical, message_of
 from rl.records import Call, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import sample_seed
@@ -157,8 +157,11 @@ class Session:
             self.changed = True
             return asked, True
 
-    def commit(self, asked: Asked, completion: Completion) -> Message:
+    def commit(self, asked: Asked, completion: Completion, read: Sequence[Piece] | None = None) -> Message:
         """Records what was sampled, and returns it as a message.
+
+        Args:
+            read: all of it, as the renderer's reader has it; None: it is read here.
 
         Raises:
             ApiError: by older weights than what it goes on from: the engine has gone back. It is not recorded.
@@ -166,7 +169,9 @@ class Session:
         with self._lock:
             if (back := self._gone_back(asked, [completion])) is not None:
                 raise ApiError(f"session: {back}; open another session", status=409)
-            message = self.renderer.parse(completion.ids.tolist(), f"call_{asked.name}", asked.tools)
+            name = f"call_{asked.name}"
+            known = None if read is None else message_of(read, name)
+            message = known or self.renderer.parse(completion.ids.tolist(), name, asked.tools)
             shown, stop = StopStrings(asked.request.params.stop).add(message["content"])
             if stop is not None:  # the client is not shown it, and so does not send it back
                 message["content"] = shown
