@@ -30,7 +30,7 @@ from rl.messages import CallKind, Message, Piece, Tool, canonical, message_of
 from rl.records import Call, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import sample_seed
-from rl.wires import ContextOverflow, Identity, Turn, new_name
+from rl.wires import Identity, PromptTooLong, Turn, new_name
 
 MOST_CALLS = 1000
 """agents and auxiliary requests of a session"""
@@ -125,7 +125,7 @@ class Session:
                 raise ApiError(f"the episode may ask {self.max_asked} times (environment.max_turns)", status=403)
             ids = prompt.ids
             if len(ids) + 1 > self.max_context:
-                raise ContextOverflow(len(ids), self.max_context)
+                raise PromptTooLong(len(ids), self.max_context)
             self.asked += 1
             call = self._call(who, turn.kind, params.temperature > 0)
             node = self.graph.extend(ids, messages=prompt.new, call=call)

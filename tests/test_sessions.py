@@ -23,7 +23,7 @@ from rl.renderers import ChatML, Qwen3, Renderer
 from rl.sessions import Asked, Session
 from rl.wire_chat import WIRE as CHAT
 from rl.wire_responses import WIRE as RESPONSES
-from rl.wires import ContextOverflow, Identity, Turn
+from rl.wires import Identity, PromptTooLong, Turn
 from tests.merging import merging
 
 TOKENIZER = merging()
@@ -452,7 +452,7 @@ def test_call_trees() -> None:
 
 def test_limits() -> None:
     session = new_session(max_context=60)
-    with pytest.raises(ContextOverflow, match=r"60 tokens.*shorten") as refused:
+    with pytest.raises(PromptTooLong, match=r"60 tokens.*shorten") as refused:
         session.ask(turn([user("x" * 100)]), MAIN)
     assert refused.value.most == 60 < refused.value.prompt_tokens
     assert session.asked == 0 and not session.graph.nodes
