@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from launch import aot, asynchrony, delta, gateway_bench, pause, platforms, r3, serving, training, tree
+from launch import aot, asynchrony, delta, gateway_bench, parity, pause, platforms, r3, serving, training, tree
 from launch.cli import Parser, read_config, run_main, set_up_jax, use_huge_pages
 from rl.config import RunConfig, build
 from rl.loop import evaluate
@@ -94,6 +94,7 @@ def main() -> None:
     benchmarks: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop}
     benchmarks |= {"serve": serving.serve, "train": training.train, "tree": tree.tree, "r3": r3.r3, "delta": delta.delta}
     benchmarks |= {"pause": pause.pause, "async": asynchrony.asynchrony, "gateway": gateway_bench.gateway}
+    benchmarks |= {"parity": parity.parity}
     serving.add_arguments(names.add_parser("serve"))
     training.add_arguments(names.add_parser("train"))
     tree.add_arguments(names.add_parser("tree"))
@@ -102,6 +103,7 @@ def main() -> None:
     pause.add_arguments(names.add_parser("pause"))
     asynchrony.add_arguments(names.add_parser("async"))
     gateway_bench.add_arguments(names.add_parser("gateway"))
+    parity.add_arguments(names.add_parser("parity"))
     benchmarks |= platforms.add_commands(names) | aot.add_commands(names)
     for each in names.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on the last line")
@@ -111,6 +113,8 @@ def main() -> None:
     set_up_jax()
     result = benchmarks[arguments.name](arguments)
     show(result) if not arguments.json else print(json.dumps(result), flush=True)
+    if not result.get("ok", True):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
