@@ -77,6 +77,7 @@ class Engine:
         params: unrolled weights in `dtype`, placed by `rules` on `mesh` (`sharding.reshard` makes them).
         version: of these weights; each sampled token is stamped with the version that sampled it.
         tokenizer: needed for stop strings only.
+        exact: see `models.numerics.Numerics`.
 
     Raises:
         ValueError: the sizes do not fit the model or the memory, or the params are not this model's.
@@ -93,6 +94,7 @@ class Engine:
         mesh: Mesh,
         rules: Rules,
         tokenizer: TokenizerLike | None = None,
+        exact: bool = True,
     ):
         if config.max_context > model.max_positions:
             raise ValueError(
@@ -102,7 +104,7 @@ class Engine:
         self.model, self.config, self.tokenizer = model, config, tokenizer
         self.memory = plan_memory(model, config, dtype, mesh, rules)
         check(self.memory, free_bytes(mesh))
-        self.runner = Runner(model, config, dtype, mesh, rules)
+        self.runner = Runner(model, config, dtype, mesh, rules, exact)
         self.runner.allocate()
         self.scheduler = Scheduler(
             num_pages=config.num_pages,

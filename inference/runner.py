@@ -73,14 +73,16 @@ def _joined(packed: jax.Array, rows: jax.Array | None) -> jax.Array:
 class Runner:
     """Holds the device state and the compiled programs; weights are an argument of each call."""
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, dtype: DTypeLike, mesh: Mesh, rules: Rules):
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, dtype: DTypeLike, mesh: Mesh, rules: Rules, exact: bool = True
+    ):
         self.config = config
-        self.definition = Definition(model, dtype, stacked=False)
+        self.definition = Definition(model, dtype, stacked=False, exact=exact)
         self.dtype = np.dtype(dtype)
         self.shardings = rules.shardings(mesh, self.definition.weights)
         need = Need(
             model=model,
-            dtype=dtype,
+            numerics=self.definition.numerics,
             num_pages=config.num_pages,
             page_size=config.page_size,
             num_rows=max(config.slots),
@@ -143,7 +145,8 @@ class Runner:
         context = PagedContext(state.pool, batch.blocks, self.backend)
         hidden, routing = model.forward(tokens, batch.positions, context, batch.replay)
         at = jnp.take(batch.positions, batch.sampled) + 1
-        sampled = sample(model.logits(jnp.take(hidden, batch.sampled, axis=0)), at, batch.slot, batch.warp, state.tables)
+        logits = model.logits(jnp.take(hidden, batch.sampled, axis=0))
+        sampled = sample(logits, at, batch.slot, batch.warp, state.tables, model.numerics)
         # The host does not know yet that a row's newest token was its last; what the row samples now means nothing.
         live = (batch.host_token | (newest >= 0)) & (batch.slot < self.config.max_slots)
         stopped = (sampled.ids[:, None] == batch.stop_ids).any(axis=1)
@@ -182,7 +185,7 @@ class Runner:
             )
             context = PagedContext(pool, blocks, self.backend)
             hidden, routing = model.forward(jnp.maximum(tokens, 0), at, context)
-            sampled = sample(model.logits(hidden), at + 1, batch.slot, batch.warp, tables)
+            sampled = sample(model.logits(hidden), at + 1, batch.slot, batch.warp, tables, model.numerics)
             tables = count(tables, batch.slot, sampled.ids, live)
             stopped = (sampled.ids[:, None] == batch.stop_ids).any(axis=1)
             out = out.at[step].set(_packed(sampled))
@@ -210,7 +213,7 @@ class Runner:
 
     def _sample_like(self, S: int, batch: Decode, tables: Tables) -> tuple:
         logits = jnp.zeros((S, self.definition.config.vocab_size), jnp.float32)
-        return logits, batch.positions, batch.slot, batch.warp, tables
+        return logits, batch.positions, batch.slot, batch.warp, tables, self.definition.numerics
 
     def copy(self, state: State, source: jax.Array, target: jax.Array, num_pages: jax.Array) -> State:
         """Copies pages `source[i]` to `target[i]`, one after the other: a prefix that ends inside a page goes on in its own."""

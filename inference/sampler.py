@@ -16,8 +16,8 @@ import numpy as np
 
 from inference.types import MAX_TOP_LOGPROBS, SamplingParams
 from models.attention import Array
-from models.layers import exp_from, row_sum, tempered
 from models.logprobs import TILE, Tiles, likeliest, tiles
+from models.numerics import Numerics
 from models.transformer import Transformer
 
 PROMPT_CHUNK = 64
@@ -151,15 +151,15 @@ def _sortable(x: jax.Array) -> jax.Array:
     return jnp.where(x < 0, x ^ 0x7FFFFFFF, x)
 
 
-def _halved_sum(x_SV: jax.Array) -> jax.Array:
+def _halved_sum(x_SV: jax.Array, numerics: Numerics) -> jax.Array:
     """Sum over rows of values that are no products: elementwise sums of halves have no order that a compiler could change."""
     while x_SV.shape[-1] % 2 == 0 and x_SV.shape[-1] > TILE:
         half = x_SV.shape[-1] // 2
         x_SV = x_SV[:, :half] + x_SV[:, half:]
-    return row_sum(x_SV)
+    return numerics.row_sum(x_SV)
 
 
-def _edge(logits_SV: jax.Array, measure: jax.Array, limit_S: jax.Array) -> jax.Array:
+def _edge(logits_SV: jax.Array, measure: jax.Array, limit_S: jax.Array, numerics: Numerics) -> jax.Array:
     """A number [S] between two logits: above it are all tokens whose likelier tokens measure less than the limit in sum.
 
     Bisection of the 2^32 floats. What it finds are facts about a row's sums, so a row's result is its own.
@@ -169,7 +169,7 @@ def _edge(logits_SV: jax.Array, measure: jax.Array, limit_S: jax.Array) -> jax.A
         low, high = between
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, which cannot overflow
         at = jax.lax.bitcast_convert_type(_sortable(middle), jnp.float32)
-        kept = _halved_sum(jnp.where(logits_SV > _column(at, logits_SV), measure, 0)) < limit_S
+        kept = _halved_sum(jnp.where(logits_SV > _column(at, logits_SV), measure, 0), numerics) < limit_S
         return jnp.where(kept, low, middle), jnp.where(kept, middle, high)
 
     top = _sortable(jax.lax.bitcast_convert_type(logits_SV.max(axis=-1), jnp.int32))
@@ -178,16 +178,16 @@ def _edge(logits_SV: jax.Array, measure: jax.Array, limit_S: jax.Array) -> jax.A
     return jax.lax.bitcast_convert_type(_sortable(low), jnp.float32)
 
 
-def _truncate(logits_SV: jax.Array, warp: Warp) -> jax.Array:
+def _truncate(logits_SV: jax.Array, warp: Warp, numerics: Numerics) -> jax.Array:
     """-inf outside the kept set of top-k, top-p and min-p, all of the same softmax."""
-    weight = exp_from(logits_SV, logits_SV.max(axis=-1, keepdims=True))
+    weight = numerics.exp_from(logits_SV, logits_SV.max(axis=-1, keepdims=True))
     everything = jnp.full_like(logits_SV[:, 0], -jnp.inf)
 
     def by_rank() -> jax.Array:
-        return _edge(logits_SV, jnp.ones_like(weight), jnp.asarray(warp.top_k).astype(jnp.float32))
+        return _edge(logits_SV, jnp.ones_like(weight), jnp.asarray(warp.top_k).astype(jnp.float32), numerics)
 
     def by_mass() -> jax.Array:
-        return _edge(logits_SV, weight, warp.top_p * row_sum(weight))
+        return _edge(logits_SV, weight, warp.top_p * numerics.row_sum(weight), numerics)
 
     edges = [
         jnp.where(on, jax.lax.cond(on.any(), edge, lambda: everything), everything)
@@ -217,7 +217,9 @@ def _draw(logits_SV: jax.Array, parts: Tiles, noise: jax.Array, greedy_S: jax.Ar
     return jnp.take_along_axis(ids, place, axis=-1)[:, 0], jnp.where(greedy_S, 0.0, chosen)
 
 
-def sample(logits_SV: jax.Array, position_S: jax.Array, slot_S: jax.Array, warp: Warp, tables: Tables) -> Sampled:
+def sample(
+    logits_SV: jax.Array, position_S: jax.Array, slot_S: jax.Array, warp: Warp, tables: Tables, numerics: Numerics
+) -> Sampled:
     """Next tokens of S rows. Penalties, bias, temperature and truncation cost nothing where no row asks for them.
 
     Args:
@@ -228,7 +230,7 @@ def sample(logits_SV: jax.Array, position_S: jax.Array, slot_S: jax.Array, warp:
     temperature = jnp.where(greedy, 1.0, warp.temperature)
     penalised = (warp.repetition_penalty != 1) | (warp.presence_penalty != 0) | (warp.frequency_penalty != 0)
     truncated = ~greedy & ((warp.top_k > 0) | (warp.top_p < 1) | (warp.min_p > 0))
-    raw = tiles(logits_SV)
+    raw = tiles(logits_SV, numerics)
     n = raw.tops_TN.shape[-1] + TILE
     noise = jax.lax.cond(
         greedy.all(), lambda: jnp.zeros((len(greedy), n), jnp.float32), lambda: _noise(warp.seed, position_S, n)
@@ -238,9 +240,9 @@ def sample(logits_SV: jax.Array, position_S: jax.Array, slot_S: jax.Array, warp:
         x = logits_SV
         x = jax.lax.cond(penalised.any(), lambda x: _penalise(x, slot_S, warp, tables), lambda x: x, x)
         x = jax.lax.cond(warp.biased.any(), lambda x: _bias(x, slot_S, warp, tables), lambda x: x, x)
-        x = tempered(x, _column(temperature, x))
-        x = jax.lax.cond(truncated.any(), lambda x: _truncate(x, warp), lambda x: x, x)
-        return _draw(x, tiles(x), noise, greedy)
+        x = numerics.tempered(x, _column(temperature, x))
+        x = jax.lax.cond(truncated.any(), lambda x: _truncate(x, warp, numerics), lambda x: x, x)
+        return _draw(x, tiles(x, numerics), noise, greedy)
 
     asks = penalised | warp.biased | truncated | (temperature != 1)
     ids, logprobs = jax.lax.cond(asks.any(), warped, lambda: _draw(logits_SV, raw, noise, greedy))
@@ -276,7 +278,7 @@ def prompt_log_probs(
 
     def compute(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         logits = model.logits(hidden)
-        parts = tiles(logits)
+        parts = tiles(logits, model.numerics)
         chosen = parts.log_probs(jnp.take_along_axis(logits, ids[:, None], axis=-1))[:, 0]
         return chosen, *_top_where(jnp.broadcast_to(top_wanted, (PROMPT_CHUNK, MAX_TOP_LOGPROBS)), logits, parts)
 

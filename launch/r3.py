@@ -192,7 +192,7 @@ def gap_histogram(trainer: Trainer, samples: Sequence[Sample]) -> dict[str, floa
     """Share of choices whose gap is below so many bfloat16 eps of the logits' scale."""
 
     def gaps(params: Any, forest: Any) -> jax.Array:
-        context = ForestContext(forest.blocks, trainer.definition.dtype)
+        context = ForestContext(forest.blocks, trainer.definition.numerics)
         _, routing = trainer.definition.bind(params).forward(forest.tokens, forest.positions, context)
         assert routing is not None
         return routing.gap

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from models.gradient import UNSEEN, forest_gradient
-from models.layers import COLUMNS, accumulator, dot, exp_from, published, restored, stored
+from models.layers import accumulator, dot, published, restored, stored
+from models.numerics import COLUMNS, Numerics
 from sharding.shards import Shards
 
 KEY_BLOCK = 128
@@ -104,28 +104,28 @@ class Ragged:
 
 
 def attend_lists(
-    q_NQHh: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, lists: Lists, dtype: DTypeLike
+    q_NQHh: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, lists: Lists, numerics: Numerics
 ) -> jax.Array:
     """Softmax attention of N blocks of Q queries, each over its own list of blocks of C = KEY_BLOCK keys -> `[N, Q, H * h]`.
 
     keys and values are `[*lists.keys, C, h]`, visible is `[*lists.keys without k, Q, C]`. Every query sees at least one key;
     values that nobody sees must be finite.
     """
-    return attend_lists_mass(q_NQHh, keys, values, visible, lists, dtype)[0]
+    return attend_lists_mass(q_NQHh, keys, values, visible, lists, numerics)[0]
 
 
 def attend_lists_mass(
-    q_NQHh: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, lists: Lists, dtype: DTypeLike
+    q_NQHh: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, lists: Lists, numerics: Numerics
 ) -> tuple[jax.Array, jax.Array]:
     """`attend_lists`, and the log of the sum of each query's exp(score), `[N, Q, H]`."""
     N, Q, H, h = q_NQHh.shape
     K, W, m = keys.shape[lists.keys.index("k")], lists.width, lists.keys
     G = H // K
-    if G == 1 and (Q == 1 or W == 1 or m == "mk"):
+    if numerics.exact and G == 1 and (Q == 1 or W == 1 or m == "mk"):
         # A product of one row takes another path, with other bits; and where neither heads nor key blocks stand
         # between the transposition of q and its product, XLA-CPU makes one product of both, on another path too.
         # Twice the heads avoid either.
-        twice, mass = attend_lists_mass(jnp.repeat(q_NQHh, 2, axis=2), keys, values, visible, lists, dtype)
+        twice, mass = attend_lists_mass(jnp.repeat(q_NQHh, 2, axis=2), keys, values, visible, lists, numerics)
         return twice.reshape(N, Q, H, 2, h)[:, :, :, 0].reshape(N, Q, H * h), mass[:, :, ::2]
 
     def in_order(x: jax.Array, none: float, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
@@ -136,19 +136,16 @@ def attend_lists_mass(
 
     to_rows = "nqkgh->" + lists.queries + "gqh"
     q = jnp.einsum(to_rows, (q_NQHh * h**-0.5).reshape(N, Q, K, G, h)).reshape(*_sizes(lists.queries, K, N), G * Q, h)
-    scores = dot(f"{m}rh,{m}ch->{m}rc", lists.spread(q), keys, dtype)
+    scores = dot(f"{m}rh,{m}ch->{m}rc", lists.spread(q), keys, numerics.dtype)
     seen = jnp.expand_dims(visible, (m.index("k"), -3))
     seen = jnp.broadcast_to(seen, (*scores.shape[: len(m)], G, Q, KEY_BLOCK))
     scores = jnp.where(seen, scores.reshape(seen.shape), MASKED).reshape(scores.shape)
     top = in_order(jax.lax.stop_gradient(scores.max(axis=-1)), MASKED, jnp.maximum)
-    p = exp_from(scores, lists.spread(top)[..., None])
-    # At widths that are a multiple of COLUMNS the place of masked keys does not matter. The denominators are a product too,
-    # so that they are summed exactly as the numerators are.
-    v = values.astype(accumulator(dtype))
-    if h % COLUMNS:
+    p = numerics.exp_from(scores, lists.spread(top)[..., None])
+    v = values.astype(accumulator(numerics.dtype))
+    if numerics.exact and h % COLUMNS:
         v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, -h % COLUMNS)])
-    parts = dot(f"{m}rc,{m}ch->{m}rh", p, v, v.dtype)
-    sums = dot(f"{m}rc,ch->{m}rh", p, jnp.ones((KEY_BLOCK, COLUMNS), v.dtype), v.dtype)[..., 0]
+    parts, sums = dot(f"{m}rc,{m}ch->{m}rh", p, v, v.dtype), _denominators(p, m, numerics)
     total, mass = in_order(parts, 0, jnp.add), in_order(sums, 0, jnp.add)
     out = total[..., :h] / jnp.broadcast_to(mass[..., None], (*total.shape[:-1], h))
     out = out.reshape(*_sizes(lists.queries, K, N), G, Q, h)
@@ -157,26 +154,37 @@ def attend_lists_mass(
     return out, jnp.einsum(lists.queries + "gq->nqkg", log_mass).reshape(N, Q, H)
 
 
+def _denominators(p: jax.Array, m: str, numerics: Numerics) -> jax.Array:
+    """The sum of the weights `[*m, r, c]` over a block's keys.
+
+    Exactly as the numerators are: by a product, as at widths that are a multiple of COLUMNS the place of masked keys does not
+    matter.
+    """
+    if not numerics.exact:
+        return p.sum(axis=-1)
+    return dot(f"{m}rc,ch->{m}rh", p, jnp.ones((KEY_BLOCK, COLUMNS), p.dtype), p.dtype)[..., 0]
+
+
 def _sizes(dims: str, K: int, N: int) -> tuple[int, ...]:
     return tuple({"k": K, "n": N}[dim] for dim in dims)
 
 
 def attend_blocks(
-    q_NQHh: jax.Array, k_KNCh: jax.Array, v_KNCh: jax.Array, visible_NQC: jax.Array, dtype: DTypeLike
+    q_NQHh: jax.Array, k_KNCh: jax.Array, v_KNCh: jax.Array, visible_NQC: jax.Array, numerics: Numerics
 ) -> jax.Array:
     """`attend_lists` where every query block lists C keys, a multiple of KEY_BLOCK."""
-    return _attend_blocks_mass(q_NQHh, k_KNCh, v_KNCh, visible_NQC, dtype)[0]
+    return _attend_blocks_mass(q_NQHh, k_KNCh, v_KNCh, visible_NQC, numerics)[0]
 
 
 def _attend_blocks_mass(
-    q_NQHh: jax.Array, k_KNCh: jax.Array, v_KNCh: jax.Array, visible_NQC: jax.Array, dtype: DTypeLike
+    q_NQHh: jax.Array, k_KNCh: jax.Array, v_KNCh: jax.Array, visible_NQC: jax.Array, numerics: Numerics
 ) -> tuple[jax.Array, jax.Array]:
     N, Q, _, h = q_NQHh.shape
     K, _, C, _ = k_KNCh.shape
     W = C // KEY_BLOCK
     k, v = (x.reshape(K, N, W, KEY_BLOCK, h) for x in (k_KNCh, v_KNCh))
     visible = visible_NQC.reshape(N, Q, W, KEY_BLOCK).swapaxes(1, 2)
-    return attend_lists_mass(q_NQHh, k, v, visible, Equal(W), dtype)
+    return attend_lists_mass(q_NQHh, k, v, visible, Equal(W), numerics)
 
 
 def blocks_per_chunk(num_blocks: int, scores_per_block: int, platform: str) -> int:
@@ -222,21 +230,21 @@ def _take(x_BT: jax.Array, index: jax.Array) -> jax.Array:
     return jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))(x_BT, index)
 
 
-def _listed(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+def _listed(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
     """B rows of n blocks: q `[B, n, Q, H, h]`, k and v `[B, n, C, K, h]` -> output `[B, n, Q, H * h]`, mass `[B, n, Q, H]`."""
     B, n = q.shape[:2]
     q, k, v, visible = (x.reshape(B * n, *x.shape[2:]) for x in (q, k, v, visible))
-    out, mass = _attend_blocks_mass(q, k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3), visible, dtype)
+    out, mass = _attend_blocks_mass(q, k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3), visible, numerics)
     return out.reshape(B, n, *out.shape[1:]), mass.reshape(B, n, *mass.shape[1:])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _forest_attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike) -> jax.Array:
-    return _forest_attend_mass(q, k, v, blocks, dtype)[0]
+def _forest_attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, numerics: Numerics) -> jax.Array:
+    return _forest_attend_mass(q, k, v, blocks, numerics)[0]
 
 
 def _forest_attend_mass(
-    q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike
+    q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, numerics: Numerics
 ) -> tuple[jax.Array, jax.Array]:
     """The output `[B, T, H * h]` and the log of the sum of each query's weights `[B, T, H]`."""
     (B, T, H, _), places = q.shape, blocks.end.shape[1]
@@ -253,7 +261,7 @@ def _forest_attend_mass(
 
         def attend(width: int) -> tuple[jax.Array, jax.Array]:
             listed = key[..., : width * KEY_BLOCK]
-            return _listed(_take(q, here), _take(k, listed), _take(v, listed), visible[..., : width * KEY_BLOCK], dtype)
+            return _listed(_take(q, here), _take(k, listed), _take(v, listed), visible[..., : width * KEY_BLOCK], numerics)
 
         parts = jax.lax.switch(levels[index], [partial(attend, width) for width in widths])
         put = jax.vmap(lambda out, i, part: out.at[i].set(part, mode="drop"))
@@ -273,16 +281,16 @@ def _forest_live(q: jax.Array, blocks: ForestBlocks) -> jax.Array:
     return _live_chunks((jnp.asarray(blocks.query) < blocks.end.shape[1]).any(axis=(0, 2)), _forest_chunk(q, blocks))
 
 
-def _forest_forward(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike):
-    out, log_mass = _forest_attend_mass(q, k, v, blocks, dtype)
+def _forest_forward(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, numerics: Numerics):
+    out, log_mass = _forest_attend_mass(q, k, v, blocks, numerics)
     scaled = q * q.shape[-1] ** -0.5  # before its rounding, as in the forward
     kept = replace(blocks, end=jnp.asarray(blocks.end), query=None, key=None)
-    return out, (*(stored(x, dtype) for x in (scaled, k, v, out)), log_mass, kept)
+    return out, (*(stored(x, numerics.dtype) for x in (scaled, k, v, out)), log_mass, kept)
 
 
-def _forest_backward(dtype: DTypeLike, saved: tuple[Any, ...], g: jax.Array):
+def _forest_backward(numerics: Numerics, saved: tuple[Any, ...], g: jax.Array):
     *kept, log_mass, blocks = saved
-    q, k, v, out = (restored(x, dtype) for x in kept)
+    q, k, v, out = (restored(x, numerics.dtype) for x in kept)
     first = 0 if blocks.first is None else blocks.first
     return *forest_gradient(q, k, v, out, log_mass, blocks.end, g, first, blocks.platform), None
 
@@ -290,12 +298,12 @@ def _forest_backward(dtype: DTypeLike, saved: tuple[Any, ...], g: jax.Array):
 _forest_attend.defvjp(_forest_forward, _forest_backward)
 
 
-def forest_attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, dtype: DTypeLike) -> jax.Array:
+def forest_attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: ForestBlocks, numerics: Numerics) -> jax.Array:
     """q `[B, T, H, h]`, k and v `[B, T, K, h]`, float32 but rounded as the page pool rounds them -> `[B, T, H * h]`.
 
     With `blocks.first`, q is of a part of the row, k and v of all of it.
     """
-    return _forest_attend(q, k, v, blocks, dtype)
+    return _forest_attend(q, k, v, blocks, numerics)
 
 
 @dataclass(frozen=True)
@@ -303,11 +311,12 @@ class ForestContext:
     """Each token sees its ancestors in its trie, and itself."""
 
     blocks: ForestBlocks
-    dtype: DTypeLike
+    numerics: Numerics
     shards: Shards = field(default_factory=Shards)
     """where the row's tokens are split, keys and values of all come here (Li et al., 2105.13120, all-gather form)"""
 
     def attend(self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # Rounded as the page pool rounds them, but kept wide so that gradients of shared keys add up in float32.
-        k, v = (self.shards.everyones(published(x, self.dtype), self.shards.context, self.dtype) for x in (k, v))
-        return forest_attend(q, k, v, self.blocks, self.dtype)
+        shards, dtype = self.shards, self.numerics.dtype
+        k, v = (shards.everyones(published(x, dtype), shards.context, dtype) for x in (k, v))
+        return forest_attend(q, k, v, self.blocks, self.numerics)

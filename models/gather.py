@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from models.attention import KEY_BLOCK, Array, Ragged, attend_lists
 from models.layers import published
+from models.numerics import Numerics
 
 Layer = tuple[jax.Array, jax.Array]
 """one layer's keys and values, each `[P, K, page size, h]` in `pool_dtype`"""
@@ -87,17 +88,17 @@ def write(layer: Layer, k: jax.Array, v: jax.Array, blocks: PagedBlocks, dtype: 
     return keys, values
 
 
-def attend(layer: Layer, q: jax.Array, blocks: PagedBlocks, dtype: DTypeLike) -> jax.Array:
+def attend(layer: Layer, q: jax.Array, blocks: PagedBlocks, numerics: Numerics) -> jax.Array:
     """`[T, H, h]` -> `[T, H * h]`; tokens that no query block names give zeros."""
     T, H, h = q.shape
     if blocks.reads[0].query is None:
         (reads,) = blocks.reads
         first = jax.tree.map(lambda x: x[0] if x.ndim else x, reads)
-        return _chunk(layer, q[:, None], first, blocks.table, dtype)[:, 0]
+        return _chunk(layer, q[:, None], first, blocks.table, numerics)[:, 0]
 
     def body(index: jax.Array, out: jax.Array, reads: Reads) -> jax.Array:
         one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) if x.ndim else x, reads)
-        part = _chunk(layer, jnp.take(q, one.query, axis=0, mode="clip"), one, blocks.table, dtype)
+        part = _chunk(layer, jnp.take(q, one.query, axis=0, mode="clip"), one, blocks.table, numerics)
         return out.at[one.query].set(part, mode="drop")
 
     out = jnp.zeros((T, H * h), q.dtype)
@@ -106,7 +107,7 @@ def attend(layer: Layer, q: jax.Array, blocks: PagedBlocks, dtype: DTypeLike) ->
     return out
 
 
-def _chunk(layer: Layer, q_NQHh: jax.Array, reads: Reads, table: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _chunk(layer: Layer, q_NQHh: jax.Array, reads: Reads, table: jax.Array, numerics: Numerics) -> jax.Array:
     _, K, page_size, h = layer[0].shape
     blocks = table.reshape(table.shape[0], -1, KEY_BLOCK // page_size)
     pages = blocks[reads.row, reads.number]
@@ -116,5 +117,5 @@ def _chunk(layer: Layer, q_NQHh: jax.Array, reads: Reads, table: jax.Array, dtyp
     # A page's tail may hold anything, also NaN: what no query of the block sees is read as zero.
     some = jnp.broadcast_to((place <= position.max(axis=1, keepdims=True))[:, None, :, None], (len(place), K, KEY_BLOCK, h))
     keys, values = (jnp.take(pool, pages, axis=0).swapaxes(1, 2).reshape(some.shape) for pool in layer)
-    values = from_bits(jnp.where(some, values, jnp.zeros((), values.dtype)), dtype)
-    return attend_lists(q_NQHh, from_bits(keys, dtype), values, visible, reads.lists, dtype)
+    values = from_bits(jnp.where(some, values, jnp.zeros((), values.dtype)), numerics.dtype)
+    return attend_lists(q_NQHh, from_bits(keys, numerics.dtype), values, visible, reads.lists, numerics)

@@ -11,7 +11,8 @@ then each of the five products contracts the last dim of its left operand, the o
 import jax
 import jax.numpy as jnp
 
-from models.layers import dot, row_sum
+from models.layers import dot
+from models.numerics import row_sum
 
 SCORES = {"cpu": 1 << 20}
 """most scores of a pair of blocks: on a CPU they should stay in cache; other platforms: 2^27"""

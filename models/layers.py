@@ -1,4 +1,4 @@
-"""Products, norms and rotary positions, each written once for trainer and engine.
+"""Products and rotary positions, each written once for trainer and engine.
 
 Legend: T tokens, D model, h head dim.
 
@@ -18,10 +18,6 @@ from jax.typing import DTypeLike
 
 from models.config import ModelConfig
 from sharding.rules import Weight
-
-COLUMNS = 64
-"""float32 products with a multiple of so many columns have bits that depend neither on the number of rows nor on where zeros
-stand between terms (measured on CPU, jax 0.10.2 and 0.12; with fewer columns they do)"""
 
 
 def weight(shape: tuple[int, ...], dims: tuple[str, ...], init: float) -> nnx.Param:
@@ -134,19 +130,19 @@ def turned(x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _round(x: jax.Array, exponent_bits: int, mantissa_bits: int) -> jax.Array:
+def rounded(x: jax.Array, exponent_bits: int, mantissa_bits: int) -> jax.Array:
     return jax.lax.reduce_precision(x, exponent_bits, mantissa_bits)
 
 
-def _round_forward(x: jax.Array, exponent_bits: int, mantissa_bits: int):
-    return _round(x, exponent_bits, mantissa_bits), None
+def _rounded_forward(x: jax.Array, exponent_bits: int, mantissa_bits: int):
+    return rounded(x, exponent_bits, mantissa_bits), None
 
 
-def _round_backward(exponent_bits: int, mantissa_bits: int, saved: None, g: jax.Array):
+def _rounded_backward(exponent_bits: int, mantissa_bits: int, saved: None, g: jax.Array):
     return (g,)
 
 
-_round.defvjp(_round_forward, _round_backward)
+rounded.defvjp(_rounded_forward, _rounded_backward)
 
 
 def published(w: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -155,89 +151,7 @@ def published(w: jax.Array, dtype: DTypeLike) -> jax.Array:
     `reduce_precision`, not a pair of casts: XLA is free to drop a pair of casts.
     """
     info = jnp.finfo(dtype)
-    return _round(w.astype(accumulator(dtype)), info.nexp, info.nmant)
-
-
-@jax.custom_vjp
-def row_sum(x: jax.Array) -> jax.Array:
-    """Sum over the last dim in an order that the shape alone fixes: tiles of at most 128, then tiles of the tiles' sums.
-
-    A plain sum's order changes with the number of rows (measured on CPU); a product with COLUMNS columns of ones does not.
-    """
-    n = x.shape[-1]
-    tile = max((t for t in range(64, 129) if n % t == 0), default=128) if n > 128 else n
-    if n % tile:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % tile)])
-    tiles = x.reshape(
-        -1, tile
-    )  # merged rows, though a mesh that splits heads then gathers them: jax 0.12 sums others otherwise
-    sums = dot("nt,tc->nc", tiles, jnp.ones((tile, COLUMNS), x.dtype), x.dtype)[:, 0].reshape(*x.shape[:-1], -1)
-    return sums[..., 0] if sums.shape[-1] == 1 else row_sum(sums)
-
-
-def _row_sum_forward(x: jax.Array):
-    return row_sum(x), jnp.zeros((0, x.shape[-1]), x.dtype)  # its shape is all the backward needs
-
-
-def _row_sum_backward(like: jax.Array, g: jax.Array):
-    return (jnp.broadcast_to(g[..., None], (*g.shape, like.shape[-1])),)
-
-
-row_sum.defvjp(_row_sum_forward, _row_sum_backward)
-
-
-def exp_from(x: jax.Array, top: jax.Array) -> jax.Array:
-    """exp(x - top), where `top` is a maximum of `x` and broadcasts to its shape.
-
-    The float32 difference loses its last bit: a rounding between them keeps a compiler from making one kernel of
-    reduction and exponential. XLA-CPU does so from 4,096 elements on, and exp is another function there (measured).
-    """
-    difference = x - jnp.broadcast_to(top, x.shape)
-    return jnp.exp(_round(difference, 8, 22) if x.dtype == jnp.float32 else difference)
-
-
-def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
-    """logits / temperature (same shapes), the logits themselves where it is 1; float32 loses its last bit elsewhere.
-
-    Compilers divide by way of the reciprocal, and contract that product with the difference after it in some programs
-    only (measured on CPU): a rounding between them keeps the bits the same everywhere.
-    """
-    scaled = logits * (1 / temperature)
-    return jnp.where(temperature == 1, logits, _round(scaled, 8, 22) if scaled.dtype == jnp.float32 else scaled)
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last dim, in x's dtype (Zhang and Sennrich, arXiv 1910.07467).
-
-    D stands outside the root: a product before the sum with eps might be contracted with it in one program and not in another.
-    """
-    return _rms_norm(x, scale, eps)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    return _rms_norm_forward(x, scale, eps)[0]
-
-
-def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
-    D = x.shape[-1]
-    return jax.lax.rsqrt(row_sum(x * x) + D * eps)[..., None] * D**0.5
-
-
-def _rms_norm_forward(x: jax.Array, scale: jax.Array, eps: float):
-    inverse = _inverse_rms(x, eps)
-    return x * inverse * jnp.broadcast_to(scale, x.shape), (x, inverse, scale)
-
-
-def _rms_norm_backward(eps: float, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array):
-    x, inverse, scale = saved
-    unit = x * inverse
-    g_unit = g * jnp.broadcast_to(scale, x.shape)
-    dx = inverse * (g_unit - unit * (row_sum(g_unit * unit) / x.shape[-1])[..., None])
-    return dx, (g * unit).sum(axis=tuple(range(x.ndim - 1)))
-
-
-_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+    return rounded(w.astype(accumulator(dtype)), info.nexp, info.nmant)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -287,7 +201,7 @@ def rope_tables(config: ModelConfig, positions: jax.Array, dtype: DTypeLike) -> 
 def _exact_factor(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Twelve significant bits where operands are 16-bit: products of two such are exact in float32, so the sum of two
     products has the same bits whether or not the compiler contracts it (measured: it does so in some programs only)."""
-    return _round(x, 8, 11) if np.dtype(dtype).itemsize == 2 else x
+    return rounded(x, 8, 11) if np.dtype(dtype).itemsize == 2 else x
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array], dtype: DTypeLike) -> jax.Array:

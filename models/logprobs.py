@@ -8,9 +8,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from models.layers import dot, exp_from, row_sum, tempered, turned
+from models.layers import dot, turned
+from models.numerics import Numerics
 from models.transformer import Transformer
 from sharding.vocabulary import Head
 
@@ -44,7 +44,7 @@ class Tiles:
         return chosen - self.top_T1 - self.log_total_T1
 
 
-def tiles(logits_TV: jax.Array, axes: tuple[str, ...] = ()) -> Tiles:
+def tiles(logits_TV: jax.Array, numerics: Numerics, axes: tuple[str, ...] = ()) -> Tiles:
     """Logits may be -inf, but not a whole row of them.
 
     Args:
@@ -56,8 +56,8 @@ def tiles(logits_TV: jax.Array, axes: tuple[str, ...] = ()) -> Tiles:
     tops = jax.lax.stop_gradient(logits_TV).reshape(T, -1, TILE).max(axis=-1)
     top = tops.max(axis=-1, keepdims=True)
     top = jax.lax.pmax(top, axes) if axes else top
-    weights = row_sum(exp_from(logits_TV, top).reshape(T, -1, TILE))
-    total = _all_ids(row_sum(weights), axes)
+    weights = numerics.row_sum(numerics.exp_from(logits_TV, top).reshape(T, -1, TILE))
+    total = _all_ids(numerics.row_sum(weights), axes)
     return Tiles(tops_TN=tops, weights_TN=weights, top_T1=top, log_total_T1=jnp.log(total)[:, None])
 
 
@@ -66,16 +66,16 @@ def _all_ids(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(x, axes) if axes else x
 
 
-def log_prob(logits_TV: jax.Array, ids_T: jax.Array) -> jax.Array:
+def log_prob(logits_TV: jax.Array, ids_T: jax.Array, numerics: Numerics) -> jax.Array:
     """Log-softmax of `logits` at `ids`, `[T]`."""
-    return tiles(logits_TV).log_probs(jnp.take_along_axis(logits_TV, ids_T[:, None], axis=-1))[:, 0]
+    return tiles(logits_TV, numerics).log_probs(jnp.take_along_axis(logits_TV, ids_T[:, None], axis=-1))[:, 0]
 
 
-def _of_parts(logits_TV: jax.Array, ids_T: jax.Array, head: Head) -> tuple[jax.Array, jax.Array]:
+def _of_parts(logits_TV: jax.Array, ids_T: jax.Array, head: Head, numerics: Numerics) -> tuple[jax.Array, jax.Array]:
     """`log_prob` and `entropy` where each device has the logits of its part of the vocabulary."""
     T, V = logits_TV.shape
     logits_TV = jnp.where(jnp.broadcast_to(jnp.arange(V)[None] < head.count, (T, V)), logits_TV, PADDING)
-    parts = tiles(logits_TV, head.axes)
+    parts = tiles(logits_TV, numerics, head.axes)
     at = ids_T - head.first
     mine = (at >= 0) & (at < head.count)
     chosen = jnp.take_along_axis(logits_TV, jnp.clip(at, 0, V - 1)[:, None], axis=-1)
@@ -127,7 +127,7 @@ def token_log_probs(
     temperature = jax.lax.stop_gradient(temperature)
     if head.axes:
         return _log_probs_of_parts(model, head, hidden_BTD, ids, temperature, used, chunk)
-    return _log_probs(hidden_BTD, head.weight, ids, temperature, used, model.head_spec, np.dtype(model.dtype), chunk)
+    return _log_probs(hidden_BTD, head.weight, ids, temperature, used, model.head_spec, model.numerics, chunk)
 
 
 def _chunks(x_BT: jax.Array, chunk: int) -> jax.Array:
@@ -157,8 +157,9 @@ def _log_probs_of_parts(
     def compute(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         hidden, ids = (shards.everyones(x, head.axes, model.dtype) for x in (hidden, ids))
         logits = model.products(hidden.reshape(-1, D), head.weight)
-        logits = tempered(logits, jnp.broadcast_to(temperature, logits.shape))
-        logp, spread = (shards.own(x.reshape(ids.shape), head.axes) for x in _of_parts(logits, ids.reshape(-1), head))
+        logits = model.numerics.tempered(logits, jnp.broadcast_to(temperature, logits.shape))
+        found = _of_parts(logits, ids.reshape(-1), head, model.numerics)
+        logp, spread = (shards.own(x.reshape(ids.shape), head.axes) for x in found)
         return logp, spread
 
     def nothing(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -184,20 +185,20 @@ def _log_probs(
     temperature: jax.Array,
     used: jax.Array,
     spec: str,
-    dtype: np.dtype,
+    numerics: Numerics,
     chunk: int,
 ) -> tuple[jax.Array, jax.Array]:
-    return _log_probs_forward(hidden, weight, ids, temperature, used, spec, dtype, chunk)[0]
+    return _log_probs_forward(hidden, weight, ids, temperature, used, spec, numerics, chunk)[0]
 
 
-def _log_probs_forward(hidden, weight, ids, temperature, used, spec: str, dtype: np.dtype, chunk: int):
+def _log_probs_forward(hidden, weight, ids, temperature, used, spec: str, numerics: Numerics, chunk: int):
     B, _, D = hidden.shape
-    rounded = weight.astype(dtype)
+    rounded = weight.astype(numerics.dtype)
 
     def compute(hidden: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
-        logits = dot(spec, hidden.reshape(-1, D), rounded, dtype)
-        logits = tempered(logits, jnp.broadcast_to(temperature, logits.shape))
-        parts = tiles(logits)
+        logits = dot(spec, hidden.reshape(-1, D), rounded, numerics.dtype)
+        logits = numerics.tempered(logits, jnp.broadcast_to(temperature, logits.shape))
+        parts = tiles(logits, numerics)
         chosen = parts.log_probs(jnp.take_along_axis(logits, ids.reshape(-1)[:, None], axis=-1))
         log_total = parts.top_T1 + parts.log_total_T1
         return tuple(x.reshape(B, chunk) for x in (chosen, log_total, entropy(logits, parts)))
@@ -214,13 +215,16 @@ def _log_probs_forward(hidden, weight, ids, temperature, used, spec: str, dtype:
     return (out, spread), (hidden, weight, ids, temperature, used, log_totals)
 
 
-def _log_probs_backward(spec: str, dtype: np.dtype, chunk: int, saved: tuple[jax.Array, ...], gs: tuple[jax.Array, jax.Array]):
+def _log_probs_backward(
+    spec: str, numerics: Numerics, chunk: int, saved: tuple[jax.Array, ...], gs: tuple[jax.Array, jax.Array]
+):
     """By tiles of the vocab, and in each by chunks of tokens: a tile's logits stay in cache, and its weights' gradient is
     written once. A tile takes rows of 8 stretches of the vocab, so that a mesh that splits the vocab splits each tile.
 
     Logits are made as vocab x tokens: then each product contracts the last dim of its left operand (see `layers.dots`).
     """
     hidden, weight, ids, temperature, used, log_totals = saved
+    dtype = numerics.dtype
     g_BT, _ = gs
     (B, T, D), turn = hidden.shape, spec == "td,dv->tv"
     table = turned(weight) if turn else weight  # rounded tile by tile: XLA-CPU would widen a 16-bit one for its slices

@@ -25,7 +25,8 @@ from jax.typing import DTypeLike
 
 from models.config import ModelConfig
 from models.grouped import grouped
-from models.layers import COLUMNS, dot, dots, gated, published, weight
+from models.layers import dot, dots, gated, published, weight
+from models.numerics import COLUMNS
 from models.router import Routing, fold, gap_of, gates_of, scores_of, select, unrecorded
 from sharding.shards import Shards
 

@@ -14,14 +14,13 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from models import gather
 from models.config import ModelConfig
 from models.gather import PagedBlocks
+from models.numerics import Numerics
 from sharding.rules import Rules
 
 Layer = Any
@@ -38,7 +37,7 @@ class Need:
     """What an engine asks of its attention."""
 
     model: ModelConfig
-    dtype: DTypeLike
+    numerics: Numerics
     num_pages: int
     page_size: int
     num_rows: int
@@ -68,7 +67,7 @@ class Abilities:
     """a token's bits do not depend on its company, and are the trainer's (models/README.md)"""
 
     def lacks(self, need: Need) -> list[str]:
-        dtype, head_dim = np.dtype(need.dtype).name, need.model.head_dim
+        dtype, head_dim = need.numerics.dtype.name, need.model.head_dim
         return [
             f"it is for {what} {' and '.join(map(str, can))}, not {asked}"
             for what, can, asked in (
@@ -123,13 +122,13 @@ class Gather:
         need = self._need
         sharding = NamedSharding(need.mesh, need.spec(None, "kv_heads", None, None))
         shape = need.num_pages, need.model.num_kv_heads, need.page_size, need.model.head_dim
-        return (jax.ShapeDtypeStruct(shape, gather.pool_dtype(need.dtype), sharding=sharding),) * 2
+        return (jax.ShapeDtypeStruct(shape, gather.pool_dtype(need.numerics.dtype), sharding=sharding),) * 2
 
     def write(self, layer: Layer, k: jax.Array, v: jax.Array, blocks: PagedBlocks) -> Layer:
-        return gather.write(layer, k, v, blocks, self._need.dtype)
+        return gather.write(layer, k, v, blocks, self._need.numerics.dtype)
 
     def attend(self, layer: Layer, q: jax.Array, blocks: PagedBlocks) -> jax.Array:
-        return gather.attend(layer, q, blocks, self._need.dtype)
+        return gather.attend(layer, q, blocks, self._need.numerics)
 
 
 class RaggedKernel:
@@ -168,7 +167,7 @@ class RaggedKernel:
     def layer(self) -> Layer:
         need = self._need
         shape = need.num_pages, need.page_size, 2 * need.model.num_kv_heads, need.model.head_dim
-        return jax.ShapeDtypeStruct(shape, need.dtype, sharding=NamedSharding(need.mesh, self._pool))
+        return jax.ShapeDtypeStruct(shape, need.numerics.dtype, sharding=NamedSharding(need.mesh, self._pool))
 
     def write(self, layer: Layer, k: jax.Array, v: jax.Array, blocks: PagedBlocks) -> Layer:
         def local(pool: jax.Array, k: jax.Array, v: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from models.attention import ForestBlocks, forest_attend
 from models.layers import published
+from models.numerics import Numerics
 
 QUERY_BLOCK = 64
 
@@ -29,21 +29,21 @@ class PathContext:
     """int32 []: position of the segment's first token; start + T is at most C"""
     count: jax.Array
     """int32 []: tokens of the segment, the rest of T is padding"""
-    dtype: DTypeLike
+    numerics: Numerics
     new: tuple[jax.Array, jax.Array] | None = None
     """keys and values of the segment `[T, K, h]`, as the buffer is to hold them"""
 
     def attend(self, layer: int | jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         T, H, h = q.shape
         C = self.keys.shape[0]
-        k, v = published(k, self.dtype), published(v, self.dtype)
+        k, v = (published(x, self.numerics.dtype) for x in (k, v))
         self.new = k, v
 
         def placed(buffer: jax.Array, x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(buffer, x.astype(buffer.dtype), self.start, axis=0)[None]
 
         rows = placed(jnp.zeros((C, H, h), q.dtype), q), placed(self.keys, k), placed(self.values, v)
-        out = forest_attend(*rows, _chain(self.start, self.count, T, C), self.dtype)[0]
+        out = forest_attend(*rows, _chain(self.start, self.count, T, C), self.numerics)[0]
         return jax.lax.dynamic_slice_in_dim(out, self.start, T, axis=0)
 
 

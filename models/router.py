@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from models.config import MoEConfig
-from models.layers import exp_from, row_sum
+from models.numerics import exp_from, row_sum
 
 
 class Routing(NamedTuple):

@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 
 from models.attention import Context
 from models.config import ModelConfig
-from models.layers import dot, dots, gated, published, rms_norm, rope_tables, rotate, weight
+from models.layers import dot, dots, gated, published, rope_tables, rotate, weight
 from models.moe import MoE
+from models.numerics import Numerics, rms_norm
 from models.router import Routing
 from sharding.rules import Weight
 from sharding.shards import Shards, gathers
@@ -48,9 +49,9 @@ ALONE = Shards()
 class Block(nnx.Module):
     """Pre-norm attention and gated feed-forward, or experts."""
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike):
+    def __init__(self, config: ModelConfig, numerics: Numerics):
         D, H, K, h, F = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim, config.ffn_dim
-        self.eps, self.dtype = config.norm_eps, dtype
+        self.eps, self.numerics, self.dtype = config.norm_eps, numerics, numerics.dtype
         deep = (2 * config.num_layers) ** -0.5  # residual branches start smaller the deeper the model (GPT-2)
         self.attn_norm = weight((D,), ("norm",), 0)
         self.q = weight((D, H, h), ("embed", "heads", "head_dim"), D**-0.5)
@@ -66,14 +67,14 @@ class Block(nnx.Module):
             self.k_norm = weight((h,), ("norm",), 0)
         self.mlp_norm = weight((D,), ("norm",), 0)
         if config.moe:
-            self.moe = MoE(config, dtype, deep)
+            self.moe = MoE(config, self.dtype, deep)
             return
         self.gate = weight((D, F), ("embed", "ffn"), D**-0.5)
         self.up = weight((D, F), ("embed", "ffn"), D**-0.5)
         self.down = weight((F, D), ("ffn", "embed"), F**-0.5 * deep)
 
     def norm(self, x: jax.Array, scale: nnx.Param) -> jax.Array:
-        return rms_norm(x, published(scale[...], self.dtype), self.eps)
+        return rms_norm(x, published(scale[...], self.dtype), self.eps, self.numerics)
 
     def project(self, x: jax.Array, *weights: nnx.Param) -> list[jax.Array]:
         """`[..., D] x [D, ...]` for each weight, as products of matrices."""
@@ -130,17 +131,17 @@ class Transformer(nnx.Module):
             unrolled (engine: slicing stacked weights inside a decode loop copies them).
     """
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, stacked: bool, remat: str = "none", value_head: bool = False):
+    def __init__(self, config: ModelConfig, numerics: Numerics, stacked: bool, remat: str = "none", value_head: bool = False):
         D, V = config.model_dim, config.vocab_size
         if remat not in REMAT:
             raise ValueError(f"remat: {remat!r} is unknown; use one of {sorted(REMAT)}")
-        self.config, self.dtype, self.remat = config, dtype, remat
+        self.config, self.numerics, self.dtype, self.remat = config, numerics, numerics.dtype, remat
         self.shards = self.outer = ALONE
         self.embed = weight((V, D), ("vocab", "embed"), D**-0.5)
         if stacked:
-            self.blocks = Block(config, dtype)
+            self.blocks = Block(config, numerics)
         else:
-            self.blocks = nnx.List([Block(config, dtype) for _ in range(config.num_layers)])
+            self.blocks = nnx.List([Block(config, numerics) for _ in range(config.num_layers)])
         self.norm = weight((D,), ("norm",), 0)
         if not config.tied_head:
             self.head = weight((D, V), ("embed", "vocab"), D**-0.5)
@@ -216,7 +217,7 @@ class Transformer(nnx.Module):
         return published(lookup(self.shards, table, tokens), self.dtype), rope
 
     def _end(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, published(self._whole(self.norm)[...], self.dtype), self.config.norm_eps)
+        return rms_norm(x, published(self._whole(self.norm)[...], self.dtype), self.config.norm_eps, self.numerics)
 
     def _whole(self, w: Any) -> Any:
         """A weight's variable, with all of the weight that products use on one device."""
@@ -258,7 +259,7 @@ def _named(model: Transformer) -> list[tuple[str, tuple, nnx.Param]]:
 def describe(config: ModelConfig, stacked: bool = True, value_head: bool = False) -> dict[str, Weight]:
     """Every weight of the model by name; stacked blocks carry a leading `layer` dim."""
     weights = {}
-    for name, _, variable in _named(Transformer(config, jnp.float32, stacked, value_head=value_head)):
+    for name, _, variable in _named(Transformer(config, Numerics(jnp.float32), stacked, value_head=value_head)):
         description: Weight = variable.get_metadata()["description"]
         if stacked and name.startswith("blocks."):
             description = dataclasses.replace(
@@ -271,9 +272,18 @@ def describe(config: ModelConfig, stacked: bool = True, value_head: bool = False
 class Definition:
     """The model without its weights; `bind(params)` inside a jitted function gives a callable Transformer."""
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, stacked: bool, remat: str = "none", value_head: bool = False):
-        model = Transformer(config, dtype, stacked, remat, value_head)
-        self.config, self.dtype, self.remat = config, dtype, remat
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        stacked: bool,
+        remat: str = "none",
+        value_head: bool = False,
+        exact: bool = True,
+    ):
+        numerics = Numerics(dtype, exact)
+        model = Transformer(config, numerics, stacked, remat, value_head)
+        self.config, self.numerics, self.dtype, self.remat = config, numerics, numerics.dtype, remat
         self.weights = describe(config, stacked, value_head)
         self._graph = nnx.graphdef(model)
         self._named = _named(model)

@@ -64,7 +64,7 @@ def read_rows(
     def here(params: Params, forest: Forest, temperature: jax.Array, used: jax.Array) -> tuple[Reading, PerToken | None]:
         model = definition.bind(params, shards)
         first = shards.first_token(forest.tokens.shape[1])
-        context = ForestContext(replace(forest.blocks, first=first, platform=shards.platform), model.dtype, shards)
+        context = ForestContext(replace(forest.blocks, first=first, platform=shards.platform), model.numerics, shards)
         tokens, positions = jnp.asarray(forest.tokens), jnp.asarray(forest.positions)
         layers = jnp.arange(definition.config.num_layers)
         hidden, _, routed = _scan(model, tokens, positions, layers, lambda layer: (context, layer), forest.routes)
@@ -168,7 +168,7 @@ def _read_segment(
         tokens,
         start + jnp.arange(tokens.shape[0], dtype=jnp.int32),
         wide,
-        lambda mine: (PathContext(mine[0], mine[1], start, count, definition.dtype), 0),
+        lambda mine: (PathContext(mine[0], mine[1], start, count, definition.numerics), 0),
         segment.routes,
     )
     at_parent = jnp.take(hidden, jnp.asarray(segment.read), axis=0)[None]

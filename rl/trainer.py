@@ -49,6 +49,7 @@ class Trainer:
         masters: stacked float32 weights, placed by `rules` on `mesh`.
         objective: what `train` minimises; its readout says whether this is a policy or a critic.
         others: more objectives by name, with the same readout, for `train(..., loss=name)`.
+        exact: see `models.numerics.Numerics`.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class Trainer:
         rules: Rules,
         others: Mapping[str, Objective] | None = None,
         router: RouterConfig = NO_OPTIONS,
+        exact: bool = True,
     ):
         self.objectives = {objective.loss: objective, **(others or {})}
         self.loss, self.layout = objective.loss, layout
-        self.definition = Definition(model, dtype, stacked=True, remat=remat, value_head=objective.readout == "value")
+        value_head = objective.readout == "value"
+        self.definition = Definition(model, dtype, stacked=True, remat=remat, value_head=value_head, exact=exact)
         self.programs = Programs(self.definition, layout, optimizer, self.objectives, mesh, rules, router)
         self.walk = DepthFirst(self.programs, mesh) if layout.path else None
         self.state: TrainState = self.programs.init(masters)

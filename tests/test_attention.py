@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from models.attention import KEY_BLOCK, attend_blocks
+from models.numerics import Numerics
 
 HEADS = [(h, G) for h in (16, 64) for G in (1, 2, 3)]
 
@@ -31,7 +32,7 @@ def same(actual: Any, expected: Any) -> None:
 
 @partial(jax.jit, static_argnums=4)
 def attend(q: Any, k: Any, v: Any, visible: Any, dtype: Any = jnp.bfloat16) -> jax.Array:
-    return attend_blocks(q, k, v, visible, dtype)
+    return attend_blocks(q, k, v, visible, Numerics(dtype))
 
 
 def paths(h: int, G: int, num: int, Q: int, C: int) -> tuple[np.ndarray, ...]:

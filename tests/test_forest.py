@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from models.attention import KEY_BLOCK, ForestContext
 from models.config import ModelConfig
 from models.logprobs import token_log_probs
+from models.numerics import Numerics
 from models.transformer import Definition, describe
 from rl.branches import Branch
 from rl.forest import Layout, MicroBatch, pack
@@ -60,7 +61,7 @@ def params_of(config: ModelConfig, dtype: Any = np.float32) -> dict[str, np.ndar
 def log_probs(definition: Definition, params: Any, forest: Any, chunk: int) -> jax.Array:
     """What the trainer computes, `[S, L]`."""
     model = definition.bind(params)
-    hidden = model(forest.tokens, forest.positions, ForestContext(forest.blocks, definition.dtype))
+    hidden = model(forest.tokens, forest.positions, ForestContext(forest.blocks, definition.numerics))
     at_parent = jnp.take_along_axis(hidden, forest.read[..., None], axis=1)
     one, used = jnp.ones((), hidden.dtype), jnp.ones(hidden.shape[:2], bool)
     logp, _ = token_log_probs(model, at_parent, forest.target, one, used, chunk)
@@ -354,7 +355,7 @@ def test_attention_is_the_mask() -> None:
     blocks, H, K, h = batch.forest.blocks, 6, 2, 4
     q, k, v = (rng.standard_normal((2, 256, heads, h)) for heads in (H, K, K))
     with jax.enable_x64(True):
-        out = np.asarray(ForestContext(blocks, jnp.float64).attend(0, *(jnp.asarray(x) for x in (q, k, v))))
+        out = np.asarray(ForestContext(blocks, Numerics(jnp.float64)).attend(0, *(jnp.asarray(x) for x in (q, k, v))))
     place = np.arange(256)
     seen = (place[None, None] <= place[:, None]) & (place[:, None] < blocks.end[:, None])
     k, v = (x.repeat(H // K, axis=2) for x in (k, v))

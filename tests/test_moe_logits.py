@@ -63,7 +63,7 @@ def forward(definition: Definition, shards: Shards = ALONE, outer: Shards = ALON
 
     def here(params: Any, forest: Forest) -> tuple[jax.Array, jax.Array]:
         model = definition.bind(params, shards, outer)
-        context = ForestContext(forest.blocks, definition.dtype, shards)
+        context = ForestContext(forest.blocks, definition.numerics, shards)
         hidden, routing = model.forward(jnp.asarray(forest.tokens), jnp.asarray(forest.positions), context)
         assert routing is not None
         return model.logits(hidden.reshape(-1, hidden.shape[-1])).reshape(*hidden.shape[:-1], -1), routing.ids

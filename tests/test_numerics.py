@@ -17,13 +17,15 @@ import numpy as np
 import pytest
 
 from models.config import ModelConfig, RopeScaling
-from models.layers import dot, exp_from, published, rms_norm, rope_frequencies, rope_tables, rotate, row_sum
+from models.layers import dot, published, rope_frequencies, rope_tables, rotate
 from models.logprobs import log_prob, token_log_probs
+from models.numerics import Numerics, exp_from, rms_norm, row_sum
 from sharding.shards import Shards
 from sharding.vocabulary import Head
 
 ROWS = (2, 3, 8, 17, 100, 511)
 BF16 = jnp.bfloat16
+EXACT = Numerics(BF16)
 
 
 def normal(seed: int, *shape: int) -> Any:
@@ -94,21 +96,21 @@ def test_exponentials_below_a_maximum() -> None:
 @pytest.mark.parametrize("n", [16, 64, 576])
 def test_rms_norm_rows(n: int) -> None:
     x, scale = normal(0, 512, n), normal(1, n)
-    rows_do_not_matter(jax.jit(lambda x: rms_norm(x, jnp.asarray(scale), 1e-5)), x)
+    rows_do_not_matter(jax.jit(lambda x: rms_norm(x, jnp.asarray(scale), 1e-5, EXACT)), x)
     exact = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * scale
-    np.testing.assert_allclose(rms_norm(jnp.asarray(x), jnp.asarray(scale), 1e-5), exact, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(rms_norm(jnp.asarray(x), jnp.asarray(scale), 1e-5, EXACT), exact, rtol=1e-5, atol=1e-6)
 
 
 def test_rms_norm_in_other_programs() -> None:
     x, w, scale = normal(0, 64, 128), normal(1, 128, 128), jnp.asarray(normal(2, 128))
     product = jax.jit(lambda x: dot("td,df->tf", x, w, BF16))
-    norm = jax.jit(lambda x: rms_norm(x, scale, 1e-5))
-    both = jax.jit(lambda x: rms_norm(dot("td,df->tf", x, w, BF16), scale, 1e-5))
+    norm = jax.jit(lambda x: rms_norm(x, scale, 1e-5, EXACT))
+    both = jax.jit(lambda x: rms_norm(dot("td,df->tf", x, w, BF16), scale, 1e-5, EXACT))
     alone = norm(product(x))
     same(both(x), alone)
     same(both(x[:10]), alone[:10])
-    heads = jax.jit(lambda x: rms_norm(dot("td,df->tf", x, w, BF16).reshape(-1, 8, 16), scale[:16], 1e-5))
-    same(heads(x[:10]), jax.jit(lambda x: rms_norm(x, scale[:16], 1e-5))(product(x).reshape(-1, 8, 16))[:10])
+    heads = jax.jit(lambda x: rms_norm(dot("td,df->tf", x, w, BF16).reshape(-1, 8, 16), scale[:16], 1e-5, EXACT))
+    same(heads(x[:10]), jax.jit(lambda x: rms_norm(x, scale[:16], 1e-5, EXACT))(product(x).reshape(-1, 8, 16))[:10])
 
 
 # ---- rotary positions
@@ -147,8 +149,8 @@ def test_rotate_in_other_programs() -> None:
     rounded = jax.jit(lambda x, positions: published(whole(x, positions), BF16))
     same(rounded(x[:9], positions[:9]), jax.jit(lambda x: published(x, BF16))(alone[:9]))
     # behind a norm, as Qwen3 has it
-    normed = jax.jit(lambda x, positions: rotate(rms_norm(product(x), scale, 1e-5), rope_tables(CONFIG, positions, BF16), BF16))
-    norm = jax.jit(lambda x: rms_norm(x, scale, 1e-5))
+    norm = jax.jit(lambda x: rms_norm(x, scale, 1e-5, EXACT))
+    normed = jax.jit(lambda x, positions: rotate(norm(product(x)), rope_tables(CONFIG, positions, BF16), BF16))
     same(normed(x[:9], positions[:9]), np.asarray(turn(norm(product(x)), tables(positions)))[:9])
     # leading dims
     batched = whole(x.reshape(512, 64), positions.reshape(512))
@@ -201,7 +203,7 @@ def test_llama3_rope_frequencies() -> None:
 def test_log_prob_rows(V: int) -> None:
     rows = 512 if V < 1000 else 40
     logits, ids = 4 * normal(0, rows, V), np.random.default_rng(1).integers(0, V, rows).astype(np.int32)
-    function = jax.jit(log_prob)
+    function = jax.jit(partial(log_prob, numerics=EXACT))
     whole = np.asarray(function(logits, ids))
     for n in (n for n in ROWS if n < rows):
         same(function(logits[:n], ids[:n]), whole[:n])
@@ -214,7 +216,9 @@ def test_log_prob_rows(V: int) -> None:
 
 def test_log_prob_chunks() -> None:
     head = normal(1, 64, 264)
-    model: Any = SimpleNamespace(shards=Shards(), dtype=BF16, head_spec="td,dv->tv", head_part=lambda: Head(head, 0, 264, ()))
+    model: Any = SimpleNamespace(
+        shards=Shards(), dtype=BF16, numerics=EXACT, head_spec="td,dv->tv", head_part=lambda: Head(head, 0, 264, ())
+    )
     hidden, ids = 4 * normal(0, 256, 64), np.random.default_rng(2).integers(0, 264, 256).astype(np.int32)
     used = np.arange(256) < 250
     function = jax.jit(partial(token_log_probs, model), static_argnums=4)

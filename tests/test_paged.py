@@ -20,6 +20,7 @@ from models import paged
 from models.attention import KEY_BLOCK, Ragged
 from models.config import ModelConfig
 from models.gather import PagedBlocks, Reads
+from models.numerics import Numerics
 from models.paged import Backend, Gather, Need, PagedContext, RaggedKernel, choose
 from sharding.mesh import make_mesh
 from sharding.rules import Rules
@@ -41,7 +42,7 @@ PAGE, PAGES, ROWS, ROW_PAGES = 16, 72, 5, 16
 
 def need(tensor: int = 1, **changes: Any) -> Need:
     sizes: dict[str, Any] = {"num_pages": PAGES, "page_size": PAGE, "num_rows": ROWS, "row_pages": ROW_PAGES}
-    setting = {"model": MODEL, "dtype": jnp.bfloat16, "rules": TENSOR, "mesh": make_mesh({"tensor": tensor})}
+    setting = {"model": MODEL, "numerics": Numerics(jnp.bfloat16), "rules": TENSOR, "mesh": make_mesh({"tensor": tensor})}
     return Need(**sizes | setting | changes)
 
 
@@ -62,7 +63,7 @@ def test_tpu_gets_the_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch, caplo
     assert choose(need(4)).name == "ragged"
     assert choose(need(4), "gather").name == "gather"
     logging.set_verbosity(logging.INFO)
-    assert choose(need(dtype=jnp.float32)).name == "gather"
+    assert choose(need(numerics=Numerics(jnp.float32))).name == "gather"
     logging.set_verbosity(logging.WARNING)
     assert "paged attention on tpu: gather; ragged cannot: it is for model.dtype bfloat16, not float32" in caplog.text
 
@@ -75,7 +76,7 @@ def test_a_gpu_gets_gather(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": jnp.float32}, "model.dtype bfloat16, not float32"),
+        ({"numerics": Numerics(jnp.float32)}, "model.dtype bfloat16, not float32"),
         ({"model": replace(MODEL, head_dim=64)}, "head dim 128, not 64"),
         (
             {"model": replace(MODEL, num_heads=3, num_kv_heads=3)},
@@ -96,7 +97,7 @@ def test_what_the_kernel_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, c
 
 def test_refusals_name_everything_and_unknown_names() -> None:
     with pytest.raises(ValueError, match=r"it is for platform tpu, not cpu; it is for model\.dtype bfloat16, not float32"):
-        choose(need(dtype=jnp.float32), "ragged")
+        choose(need(numerics=Numerics(jnp.float32)), "ragged")
     with pytest.raises(ValueError, match=r"engine\.attention: 'flash' is unknown; use auto, ragged or gather"):
         choose(need(), "flash")
 
@@ -250,7 +251,7 @@ def test_backend_is_dense_attention(
 ) -> None:
     """Any mix of rows over scattered pages, heads split over chips, padding behind."""
     monkeypatch.setattr(paged, "_kernel", lambda: stand_in)
-    play = Play([42, 34, 7, 200], backend(need(tensor, dtype=dtype)))
+    play = Play([42, 34, 7, 200], backend(need(tensor, numerics=Numerics(dtype))))
     for spans in MIX:
         np.testing.assert_allclose(play.step(spans, 192), play.dense(spans), atol=atol)
 
@@ -258,7 +259,7 @@ def test_backend_is_dense_attention(
 def test_ragged_decodes_beside_finished_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a decode each row has one token; one that has finished has no keys and writes to the trash page."""
     monkeypatch.setattr(paged, "_kernel", lambda: stand_in)
-    play = Play([20, 30, 10], RaggedKernel(need(4, dtype=jnp.float32)))
+    play = Play([20, 30, 10], RaggedKernel(need(4, numerics=Numerics(jnp.float32))))
     play.step([(0, 0, 19), (1, 0, 29), (2, 0, 9)], 64)
     spans = [(0, 19, 20), (1, 29, 30), (2, 9, 10)]
     blocks = play.blocks(spans, 3)

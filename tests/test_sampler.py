@@ -32,15 +32,17 @@ from inference.sampler import (
     warp_row,
 )
 from inference.types import MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
-from models.layers import dot, tempered
+from models.layers import dot
 from models.logprobs import log_prob
+from models.numerics import Numerics
 
 V = 96  # a tile and a half
 SLOTS = 64
 DRAWS = 4000  # of one call; few shapes, because a compile costs more than most tests
 LOGITS_V = np.random.default_rng(0).normal(0, 1.5, V).astype(np.float32)
 PROMPT, OUTPUT = (1, 5, 5, 7, 40, 90), (5, 6, 6, 6, 41, 91)
-SAMPLE, SET_ROW, COUNT = jax.jit(sample), jax.jit(set_row), jax.jit(count)
+EXACT = Numerics(jnp.float32)
+SAMPLE, SET_ROW, COUNT = jax.jit(partial(sample, numerics=EXACT)), jax.jit(set_row), jax.jit(count)
 
 
 def params(**values: Any) -> SamplingParams:
@@ -333,8 +335,8 @@ def test_log_probs_have_the_bits_of_the_loss() -> None:
     temperature = np.resize(np.array([1, 0.7, 1.3], np.float32), S)
     warp = dataclasses.replace(rows(S, params()), temperature=temperature)
     got = SAMPLE(logits_SV, np.arange(S, dtype=np.int32), np.zeros(S, np.int32), warp, empty_tables(SLOTS, vocab))
-    same(got.logprobs_full, jax.jit(log_prob)(logits_SV, got.ids))
-    scored = jax.jit(lambda x, t, ids: log_prob(tempered(x, jnp.broadcast_to(t, x.shape)), ids))
+    same(got.logprobs_full, jax.jit(partial(log_prob, numerics=EXACT))(logits_SV, got.ids))
+    scored = jax.jit(lambda x, t, ids: log_prob(EXACT.tempered(x, jnp.broadcast_to(t, x.shape)), ids, EXACT))
     for t in (1, 0.7, 1.3):
         some = temperature == np.float32(t)
         same(got.logprobs[some], scored(logits_SV[some], jnp.float32(t), got.ids[some]))
@@ -431,7 +433,7 @@ def test_prompt_log_probs_are_the_samplers(T: int) -> None:
     """The bits of `logprobs_full` and the likeliest tokens, wherever the chunks are cut; float64 within 1e-5."""
     rng = np.random.default_rng(6)
     head = jnp.asarray(rng.standard_normal((64, 264), np.float32))
-    model: Any = SimpleNamespace(logits=lambda hidden: dot("td,dv->tv", hidden, head, jnp.bfloat16))
+    model: Any = SimpleNamespace(logits=lambda hidden: dot("td,dv->tv", hidden, head, jnp.bfloat16), numerics=EXACT)
     hidden_TD, everything = rng.standard_normal((T, 64), np.float32), np.ones(T, bool)
     function, logits = jax.jit(partial(prompt_log_probs, model)), np.asarray(jax.jit(model.logits)(hidden_TD))
     warp = rows(T, params(top_logprobs=20, temperature=0.8))

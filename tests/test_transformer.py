@@ -14,6 +14,7 @@ from models.attention import ForestContext
 from models.config import ModelConfig
 from models.hf import load_hf, save_hf
 from models.hf_config import read_config
+from models.numerics import Numerics
 from models.transformer import REMAT, Definition, describe
 from rl.branches import Branch
 from rl.forest import Layout, pack
@@ -50,7 +51,7 @@ def forward(definition: Definition):
     @jax.jit
     def logits(params: Any, forest: Any) -> jax.Array:
         model = definition.bind(params)
-        hidden = model(forest.tokens, forest.positions, ForestContext(forest.blocks, definition.dtype))
+        hidden = model(forest.tokens, forest.positions, ForestContext(forest.blocks, definition.numerics))
         return model.logits(hidden[0])
 
     return logits
@@ -183,7 +184,7 @@ def test_gradients_know_the_past_only() -> None:
 
     def hidden(embed: jax.Array) -> jax.Array:
         states = definition.bind({**params, "embed": embed})(
-            forest.tokens, forest.positions, ForestContext(forest.blocks, jnp.float32)
+            forest.tokens, forest.positions, ForestContext(forest.blocks, Numerics(jnp.float32))
         )
         return states[0, :30] @ jnp.asarray(params["head"][:, 0])
 

@@ -1,0 +1,127 @@
+"""Sums, exponentials and norms, in an order of their own or in the compiler's: `Numerics` says which.
+
+Exact numerics keep a token's bits independent of its company, so that sampler and trainer agree bit for bit: models/README.md
+says what was measured. Fast numerics leave order and fusion to the compiler.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from models.layers import dot, rounded
+
+COLUMNS = 64
+"""float32 products with a multiple of so many columns have bits that depend neither on the number of rows nor on where zeros
+stand between terms (measured on CPU, jax 0.10.2 and 0.12; with fewer columns they do)"""
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How a model computes; the same for sampler and trainer where their log-probs are to agree."""
+
+    dtype: np.dtype
+    """operands of products"""
+    exact: bool = True
+    """whether a token's bits are its own"""
+
+    def __init__(self, dtype: DTypeLike, exact: bool = True):
+        object.__setattr__(self, "dtype", np.dtype(dtype))
+        object.__setattr__(self, "exact", exact)
+
+    def row_sum(self, x: jax.Array) -> jax.Array:
+        """Sum over the last dim."""
+        return row_sum(x) if self.exact else x.sum(axis=-1)
+
+    def exp_from(self, x: jax.Array, top: jax.Array) -> jax.Array:
+        """exp(x - top), where `top` is a maximum of `x` and broadcasts to its shape."""
+        return exp_from(x, top) if self.exact else jnp.exp(x - jnp.broadcast_to(top, x.shape))
+
+    def tempered(self, logits: jax.Array, temperature: jax.Array) -> jax.Array:
+        """logits / temperature, of the same shape."""
+        return tempered(logits, temperature) if self.exact else logits / temperature
+
+
+@jax.custom_vjp
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sum over the last dim in an order that the shape alone fixes: tiles of at most 128, then tiles of the tiles' sums.
+
+    A plain sum's order changes with the number of rows (measured on CPU); a product with COLUMNS columns of ones does not.
+    """
+    n = x.shape[-1]
+    tile = max((t for t in range(64, 129) if n % t == 0), default=128) if n > 128 else n
+    if n % tile:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % tile)])
+    tiles = x.reshape(
+        -1, tile
+    )  # merged rows, though a mesh that splits heads then gathers them: jax 0.12 sums others otherwise
+    sums = dot("nt,tc->nc", tiles, jnp.ones((tile, COLUMNS), x.dtype), x.dtype)[:, 0].reshape(*x.shape[:-1], -1)
+    return sums[..., 0] if sums.shape[-1] == 1 else row_sum(sums)
+
+
+def _row_sum_forward(x: jax.Array):
+    return row_sum(x), jnp.zeros((0, x.shape[-1]), x.dtype)  # its shape is all the backward needs
+
+
+def _row_sum_backward(like: jax.Array, g: jax.Array):
+    return (jnp.broadcast_to(g[..., None], (*g.shape, like.shape[-1])),)
+
+
+row_sum.defvjp(_row_sum_forward, _row_sum_backward)
+
+
+def exp_from(x: jax.Array, top: jax.Array) -> jax.Array:
+    """exp(x - top), where `top` is a maximum of `x` and broadcasts to its shape.
+
+    The float32 difference loses its last bit: a rounding between them keeps a compiler from making one kernel of
+    reduction and exponential. XLA-CPU does so from 4,096 elements on, and exp is another function there (measured).
+    """
+    difference = x - jnp.broadcast_to(top, x.shape)
+    return jnp.exp(rounded(difference, 8, 22) if x.dtype == jnp.float32 else difference)
+
+
+def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """logits / temperature (same shapes), the logits themselves where it is 1; float32 loses its last bit elsewhere.
+
+    Compilers divide by way of the reciprocal, and contract that product with the difference after it in some programs
+    only (measured on CPU): a rounding between them keeps the bits the same everywhere.
+    """
+    scaled = logits * (1 / temperature)
+    return jnp.where(temperature == 1, logits, rounded(scaled, 8, 22) if scaled.dtype == jnp.float32 else scaled)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
+    """x / rms(x) * scale over the last dim, in x's dtype (Zhang and Sennrich, arXiv 1910.07467).
+
+    D stands outside the root: a product before the sum with eps might be contracted with it in one program and not in another.
+    """
+    return _rms_norm(x, scale, eps, numerics)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rms_norm(x: jax.Array, scale: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
+    return _rms_norm_forward(x, scale, eps, numerics)[0]
+
+
+def _inverse_rms(x: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
+    D = x.shape[-1]
+    return jax.lax.rsqrt(numerics.row_sum(x * x) + D * eps)[..., None] * D**0.5
+
+
+def _rms_norm_forward(x: jax.Array, scale: jax.Array, eps: float, numerics: Numerics):
+    inverse = _inverse_rms(x, eps, numerics)
+    return x * inverse * jnp.broadcast_to(scale, x.shape), (x, inverse, scale)
+
+
+def _rms_norm_backward(eps: float, numerics: Numerics, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array):
+    x, inverse, scale = saved
+    unit = x * inverse
+    g_unit = g * jnp.broadcast_to(scale, x.shape)
+    dx = inverse * (g_unit - unit * (numerics.row_sum(g_unit * unit) / x.shape[-1])[..., None])
+    return dx, (g * unit).sum(axis=tuple(range(x.ndim - 1)))
+
+
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
