@@ -112,7 +112,10 @@ def main() -> None:
         raise ValueError(f"{arguments.overrides[0]}: unknown argument; --help shows the usage")
     set_up_jax()
     result = benchmarks[arguments.name](arguments)
-    show(result) if not arguments.json else print(json.dumps(result), flush=True)
+    if arguments.json:
+        print(json.dumps(result), flush=True)
+    else:
+        (parity.show if arguments.name == "parity" else show)(result)
     if not result.get("ok", True):
         sys.exit(1)
 
@@ -122,4 +125,6 @@ if __name__ == "__main__":
         use_huge_pages()  # as launch.train does; the peer's process has them too
     if sys.argv[1:2] == ["delta"]:
         delta.one_core()
+    if sys.argv[1:2] == ["parity"]:
+        parity.eight_devices()
     run_main(main)

@@ -4,7 +4,7 @@ Each company starts cold, with a scheduler of its own limits: the compiled progr
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -16,14 +16,13 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.record import prepare, record_prompt
 from inference.routing import Routes
-from inference.runner import PACKED
 from inference.scheduler import Scheduler
 from inference.types import Completion, Request, SamplingParams
 from models.config import ModelConfig
 from models.transformer import describe
 from sharding.mesh import make_mesh
 from sharding.reshard import reshard
-from sharding.rules import Rules
+from sharding.rules import Axes, Rules
 
 DRAFTS = range(2, 9)
 """new positions of a sequence that one extend scores"""
@@ -36,11 +35,11 @@ class Sizes:
     sampled: int
     context: int
     slots: int
-    micro_batches: tuple[int, ...] = (1, 2, 4)
-    """rows of a micro-batch"""
-    eight: tuple[str, ...] = ("engine data", "data", "fsdp")
-    """what is tried on eight devices"""
-    tensor: bool = True
+    rows: tuple[int, ...] = (2, 4)
+    """of micro-batches, besides those of one row"""
+    engine_axes: tuple[str, ...] = ("data", "tensor")
+    """what engines are split over"""
+    trainer_axes: tuple[str, ...] = ("data", "fsdp", "tensor")
     gradients: bool = False
 
 
@@ -54,6 +53,7 @@ class Case:
     text: np.ndarray
     """token ids that prompts are cut from"""
     sizes: Sizes
+    exact: bool
 
     def requests(self) -> list[Request]:
         cuts = np.cumsum([max(shared for shared, _ in self.sizes.prompts), *(own for _, own in self.sizes.prompts)])
@@ -72,10 +72,25 @@ class Case:
         shardings = rules.shardings(mesh, describe(self.model))
         return {name: jax.device_put(x, shardings[name]) for name, x in self.masters.items()}
 
+    def mesh(self, axis: str) -> tuple[Mesh, Rules]:
+        """Eight devices along data or fsdp, where rows are split and, along fsdp, weights; two along tensor; else one."""
+        if axis == "tensor":
+            return make_mesh({"tensor": 2}, jax.devices()[:2]), Rules(self._split())
+        if axis:
+            return make_mesh({axis: 8}, jax.devices()[:8]), Rules({"embed": axis} if axis == "fsdp" else {})
+        return make_mesh({"data": 1}, jax.devices()[:1]), Rules()
 
-def make_engine(case: Case, mesh: Mesh, rules: Rules) -> Engine:
+    def _split(self) -> dict[str, Axes]:
+        """What two devices can share."""
+        dims = {dim for weight in describe(self.model).values() for dim in weight.dims}
+        heads = ("heads", "kv_heads") if self.model.num_kv_heads % 2 == 0 else ()
+        return {dim: "tensor" for dim in ("ffn", "vocab", "expert_ffn", *heads) if dim in dims}
+
+
+def make_engine(case: Case, axis: str = "") -> Engine:
     """Warmed up."""
     sizes, target = case.sizes, describe(case.model, stacked=False)
+    mesh, rules = case.mesh(axis)
     whole = max(shared + own for shared, own in sizes.prompts) + sizes.sampled
     config = EngineConfig(
         max_context=sizes.context,
@@ -87,7 +102,7 @@ def make_engine(case: Case, mesh: Mesh, rules: Rules) -> Engine:
         token_buckets=(16, -(-whole // 16) * 16),
     )
     params = reshard(case.placed(mesh, rules), describe(case.model), target, rules.shardings(mesh, target), jnp.bfloat16)
-    engine = Engine(case.model, config, params, version=0, dtype=jnp.bfloat16, mesh=mesh, rules=rules)
+    engine = Engine(case.model, config, params, version=0, dtype=jnp.bfloat16, mesh=mesh, rules=rules, exact=case.exact)
     engine.warm_up()
     return engine
 
@@ -120,7 +135,7 @@ def play(
         done |= {completion.request_id: completion for completion in engine.step(steps)}
         if after_step is not None:
             after_step(number := number + 1)
-    done |= {completion.request_id: completion for completion in engine.step(steps)}
+    done |= {completion.request_id: completion for completion in engine.step(steps)}  # what a pause has read
     return [done[request.id] for request in requests]
 
 
@@ -202,58 +217,49 @@ def prefilled(engine: Engine, known: Sequence[Completion]) -> list[np.ndarray]:
     return [each.logprobs[-len(completion.ids) :] for each, completion in zip(found, known, strict=True) if each is not None]
 
 
-def drafted(engine: Engine, known: Sequence[Completion], wrong: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of log-probs, one by one and as drafts.
+def drafted(
+    engine: Engine, known: Sequence[Completion], wrong: bool = False
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+    """Pairs of log-probs, one by one and as drafts; and how many sampled another token after a right draft.
 
     Half of each completion's tokens are cached; one step then scores the next 2 to 8 positions of all sequences, as a step that
-    verifies drafts would: the scheduler admits them, and what their rows say is read at every new position. The last position
-    of a right draft samples one token more. Of a wrong draft, the positions up to its first wrong token count.
+    verifies drafts would: the scheduler admits them, and the log-prob of each token is read at the position before it. The last
+    position of a right draft samples one token more. Of a wrong draft count the positions up to its first wrong token.
     """
     make_cold(engine)
     known = known[: engine.config.max_slots]
-    cached = [len(completion.ids) // 2 for completion in known]
-    play(engine, [_begun(c, n, 0, wrong, 0) for c, n in zip(known, cached, strict=True)])
-    most = [min(k, len(c.ids) - n - 1) for c, n, k in zip(known, cached, _cycle(len(known)), strict=True)]
-    scheduler = engine.scheduler
-    for c, n, k in zip(known, cached, most, strict=True):
-        scheduler.add(_begun(c, n, k, wrong, engine.model.vocab_size))
-    plan = scheduler.schedule(1, drained=True)
-    assert plan is not None and plan.steps == 0 and len(plan.chunks) == len(known), "all in one extend"
-    assert all(1 < n < 2 * len(DRAFTS) for _, n in plan.chunks), "on a warm cache"
+    cached = [len(c.ids) // 2 for c in known]
+    play(engine, [_gone_on(c, c.ids[:n], False) for c, n in zip(known, cached, strict=True)])
+    ends = [min(n + DRAFTS[row % len(DRAFTS)], len(c.ids) - 1) for row, (c, n) in enumerate(zip(known, cached, strict=True))]
+    right = [end - max(1, (end - n) // 3) if wrong else end for n, end in zip(cached, ends, strict=True)]
+    for c, end, good in zip(known, ends, right, strict=True):
+        ids = np.concatenate([c.ids[:good], (c.ids[good:end] + 1) % engine.model.vocab_size])
+        engine.scheduler.add(_gone_on(c, ids, True))
+    plan = engine.scheduler.schedule(1, drained=True)
+    assert plan is not None and not plan.steps and len(plan.chunks) == len(known), "all in one extend"
+    assert all(1 < n < 16 for _, n in plan.chunks), "on a warm cache"
     engine.runner.copy_pages(plan.copies)
     for sequence, _ in plan.chunks:
-        prepare(sequence, None)
+        prepare(sequence, None)  # only now, as a prompt that is to be scored whole takes nothing from the cache
     batch = engine.shapes.fill_extend(plan.chunks)
     out = engine.runner.run(engine.params, batch)
-    packed, _ = engine.runner.parted(np.asarray(out[0]), batch)
-    assert packed.shape[0] == PACKED
-    pairs, at = [], 0
+    sampled, _ = engine.runner.parted(np.asarray(out[0]), batch)
+    pairs, parted, at = [], 0, 0
     for row, (sequence, n) in enumerate(plan.chunks):
-        c, k = known[int(sequence.request.id)], most[int(sequence.request.id)]
-        scores, start = sequence.prompt_logprobs, len(c.prompt_ids)
+        number = [c.request_id for c in known].index(sequence.request.id)
+        c, end, scores = known[number], right[number], sequence.prompt_logprobs
         assert scores is not None
         record_prompt(scores, out[1:], slice(at, at + n), sequence.computed)
         at += n
-        first, last = sequence.computed + 1 - start, cached[int(sequence.request.id)] + (k // 2 if wrong else k)
-        pairs.append((c.logprobs[first:last], scores.logprobs[start + first : start + last]))
-        if not wrong:
-            assert packed[0, row] == c.ids[last], "another token was sampled after the draft"
-            pairs.append((c.logprobs[last : last + 1], packed[1, row : row + 1].view(np.float32)))
-    return pairs
+        first = sequence.computed + 1 - len(c.prompt_ids)
+        pairs.append((c.logprobs[first:end], scores.logprobs[len(c.prompt_ids) :][first:end]))
+        if not wrong and sampled[0, row] == c.ids[end]:
+            pairs.append((c.logprobs[end : end + 1], sampled[1, row : row + 1].view(np.float32)))
+        parted += int(not wrong and sampled[0, row] != c.ids[end])
+    return pairs, parted
 
 
-def _cycle(count: int) -> list[int]:
-    return [DRAFTS[number % len(DRAFTS)] for number in range(count)]
-
-
-def _begun(completion: Completion, cached: int, drafts: int, wrong: bool, vocab: int) -> Request:
-    """The request of a completion, gone on to its first `cached` tokens, and to so many positions more."""
-    ids = completion.ids[: cached + drafts].copy()
-    if wrong and drafts:
-        ids[cached + drafts // 2 :] = (ids[cached + drafts // 2 :] + 1) % vocab
-    params = SamplingParams(max_tokens=1, prompt_logprobs=drafts > 0, seed=int(completion.request_id))
+def _gone_on(completion: Completion, ids: np.ndarray, scored: bool) -> Request:
+    """The request of a completion, gone on to these tokens."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=scored, seed=int(completion.request_id))
     return Request(id=completion.request_id, prompt_ids=(*completion.prompt_ids, *ids.tolist()), params=params)
-
-
-def one_device() -> tuple[Mesh, Rules]:
-    return make_mesh({"data": 1}, jax.devices()[:1]), Rules()

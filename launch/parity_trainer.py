@@ -1,27 +1,22 @@
 """The trainer's side of `launch.bench parity`: log-probs of what the engine sampled, in every layout, and gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from inference.types import Completion
-from launch.parity_engine import Case, one_device
+from launch.parity_engine import Case
 from models.attention import KEY_BLOCK
 from models.routes import not_recorded
-from models.transformer import describe
 from rl.batch import Sample
 from rl.forest import QUERY_BLOCK, Layout
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.trainer import Trainer
-from sharding.mesh import make_mesh
-from sharding.rules import Axes, Rules
 
+PACKED = "engine vs trainer packed"
 Gradient = tuple[float, dict[str, np.ndarray]]
 """the loss, and the gradient of each weight"""
 
@@ -46,9 +41,9 @@ def samples_of(case: Case, completions: Sequence[Completion]) -> list[Sample]:
     return samples
 
 
-def make_trainer(case: Case, mesh: Mesh, rules: Rules, rows: int = 1, walks: bool = False) -> Trainer:
+def make_trainer(case: Case, axis: str = "", rows: int = 1, walks: bool = False) -> Trainer:
     """Cold. Its rows hold the longest branch; or, if it walks, almost none, so that all others are walked depth first."""
-    sizes = case.sizes
+    sizes, (mesh, rules) = case.sizes, case.mesh(axis)
     longest = -(-(max(shared + own for shared, own in sizes.prompts) + sizes.sampled) // KEY_BLOCK) * KEY_BLOCK
     return Trainer(
         case.model,
@@ -67,6 +62,7 @@ def make_trainer(case: Case, mesh: Mesh, rules: Rules, rows: int = 1, walks: boo
         remat="block",
         mesh=mesh,
         rules=rules,
+        exact=case.exact,
     )
 
 
@@ -92,29 +88,11 @@ def distance(a: Gradient, b: Gradient) -> dict[str, float]:
     return {"loss": abs(a[0] - b[0]), "gradient": float(norms[0] / norms[1])}
 
 
-def on_eight(case: Case, axis: str) -> tuple[Mesh, Rules]:
-    """All eight along one axis: rows are split; along fsdp weights, too."""
-    return make_mesh({axis: 8}), Rules({"embed": axis} if axis == "fsdp" else {})
-
-
-def tensor_2(case: Case) -> tuple[Mesh, Rules]:
-    """What two devices can split."""
-    dims = {dim for weight in describe(case.model).values() for dim in weight.dims}
-    split: dict[str, Axes] = {dim: "tensor" for dim in ("ffn", "vocab", "expert_ffn") if dim in dims}
-    if case.model.num_kv_heads % 2 == 0:
-        split |= {"heads": "tensor", "kv_heads": "tensor"}
-    return make_mesh({"tensor": 2}, jax.devices()[:2]), Rules(split)
-
-
-def layouts(case: Case) -> dict[str, Any]:
+def layouts(case: Case) -> dict[str, Callable[[], Trainer]]:
     """Column -> makes a trainer."""
-    make, sizes = partial(make_trainer, case), case.sizes
-    made = {"engine vs trainer packed": partial(make, *one_device())}
-    made["trainer depth-first"] = partial(make, *one_device(), walks=True)
-    made |= {f"micro-batch of {n} rows": partial(make, *one_device(), rows=n) for n in sizes.micro_batches if n > 1}
-    for axis in ("data", "fsdp"):
-        if axis in sizes.eight:
-            made[f"trainer, {axis} 8"] = partial(make, *on_eight(case, axis), rows=8)
-    if sizes.tensor:
-        made["trainer, tensor 2"] = partial(make, *tensor_2(case))
+    make = partial(make_trainer, case)
+    made: dict[str, Callable[[], Trainer]] = {PACKED: make, "trainer depth-first": partial(make, walks=True)}
+    made |= {f"micro-batch of {rows} rows": partial(make, rows=rows) for rows in case.sizes.rows}
+    for axis in case.sizes.trainer_axes:
+        made[f"trainer, {axis} {2 if axis == 'tensor' else 8}"] = partial(make, axis, rows=1 if axis == "tensor" else 8)
     return made
