@@ -23,6 +23,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -65,7 +66,7 @@ FEW: dict[str, Any] = {"slots": 8, "rows": (4,), "engine_axes": ()}
 SIZES = {
     "full": Sizes(prompts=PROMPTS, sampled=24, context=384, slots=16, gradients=True),
     "small": Sizes(prompts=PROMPTS, sampled=16, context=384, trainer_axes=("data", "fsdp"), **FEW),
-    "real": Sizes(prompts=REAL, sampled=8, context=256, trainer_axes=("fsdp",), **FEW),  # along data each has all weights
+    "real": Sizes(prompts=REAL, sampled=20, context=256, trainer_axes=("fsdp",), **FEW),  # along data each has all weights
 }
 
 
@@ -150,11 +151,11 @@ def tiny_case(model: ModelConfig, sizes: Sizes) -> Case:
 
 
 def real_case(name: str) -> dict[str, Case]:
-    """Prompts are pieces of the text above."""
+    """Prompts are pieces of this folder's notes."""
     directory = resolve(name)
-    model, text = read_config(directory), Tokenizer.load(directory).encode(__doc__ or "")
-    masters = load_hf(directory, model)
-    return {directory.name: Case(model=model, masters=masters, text=np.asarray(text), sizes=SIZES["real"], exact=True)}
+    model, notes = read_config(directory), Path(__file__).with_name("README.md").read_text()
+    text = np.asarray(Tokenizer.load(directory).encode(notes))
+    return {directory.name: Case(model=model, masters=load_hf(directory, model), text=text, sizes=SIZES["real"], exact=True)}
 
 
 def row(name: str, case: Case) -> tuple[dict[str, Cell], dict[str, dict[str, float]]]:

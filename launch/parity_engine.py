@@ -170,7 +170,7 @@ def prefix_hit(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
 def preempted(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
     size = engine.config.page_size
     longest = max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
-    make_cold(engine, num_pages=longest // size + 3)
+    make_cold(engine, num_pages=-(-longest // size) + 2)
     completions = play(engine, requests)
     assert engine.scheduler.num_preemptions > 0, "the pool was large enough"
     return completions
