@@ -10,6 +10,8 @@ tree   training on a trie next to training on its branches without sharing (laun
        [--scale small]
 r3     routing replay on a small mixture of experts: what it mends, and what recording costs (launch/r3.py)
        [--scale small] [--plot FILE]
+parity  each sampled token's log-prob in every company and layout, next to the one it has alone (launch/parity.py)
+       [--model DIR] [--numerics exact|fast|both] [--scale small]
 delta  bitwise deltas of realistic weights: size next to the entropy bound, and speed on one core (launch/delta.py)
        [--model DIR] [--scale small]
 pause  what an update of a serving engine costs, in each mode (launch/pause.py)
