@@ -98,8 +98,7 @@ class Engine:
     ):
         if config.max_context > model.max_positions:
             raise ValueError(
-                f"engine.max_context: {config.max_context} exceeds the {model.max_positions} positions the model was trained "
-                f"for; lower it"
+                f"engine.max_context: {config.max_context} exceeds the model's {model.max_positions} positions; lower it"
             )
         self.model, self.config, self.tokenizer = model, config, tokenizer
         self.memory = plan_memory(model, config, dtype, mesh, rules)

@@ -16,9 +16,10 @@ import numpy as np
 
 from inference.types import MAX_TOP_LOGPROBS, SamplingParams
 from models.attention import Array
-from models.logprobs import TILE, Tiles, likeliest, tiles
+from models.logprobs import Tiles, likeliest, tiles
 from models.numerics import Numerics
 from models.transformer import Transformer
+from sharding.vocabulary import TILE
 
 PROMPT_CHUNK = 64
 """tokens of a prompt whose logits are held at once"""

@@ -21,6 +21,7 @@ from inference.memory import amount, plan
 from inference.runner import Runner
 from launch.hlo import collectives, moved, product_flops
 from launch.platforms import engine_config, model_shape, run_config
+from models.exact import is_exact
 from models.flops import layer_weights
 from models.transformer import Definition
 from rl.build import pick
@@ -78,7 +79,9 @@ def engine(config: RunConfig, tensor: int, devices: list[Any]) -> dict[str, Any]
     model = model_shape(config.model.source, config.model.shape)
     axes = {"tensor": tensor} if tensor else config.engine.mesh
     mesh, rules = make_mesh(axes, devices), Rules(dict(config.engine.rules))
-    runner = Runner(model, section, jnp.dtype(config.model.dtype), mesh, rules)
+    dtype = jnp.dtype(config.model.dtype)
+    exact = is_exact(config.model.numerics, model, dtype, mesh, rules, "engine")
+    runner = Runner(model, section, dtype, mesh, rules, exact)
     needs = plan(model, section, config.model.dtype, mesh, rules)
     slots = section.slots[-1]
     buckets = ("extend", section.tokens[-1]), ("decode", slots, section.key_blocks(slots)[-1])
@@ -101,11 +104,11 @@ def train(config: RunConfig, devices: list[Any]) -> dict[str, Any]:
     section, layout = config.trainer, layout_of(config)
     model = model_shape(config.model.source, config.model.shape)
     objective = section.objective()
-    definition = Definition(
-        model, jnp.dtype(config.model.dtype), stacked=True, remat=section.remat, value_head=objective.readout == "value"
-    )
+    mesh, rules, dtype = make_mesh(section.mesh, devices), Rules(dict(section.rules)), jnp.dtype(config.model.dtype)
+    exact = is_exact(config.model.numerics, model, dtype, mesh, rules, "trainer")
+    value_head = objective.readout == "value"
+    definition = Definition(model, dtype, stacked=True, remat=section.remat, value_head=value_head, exact=exact)
     optimizer = pick(OptimizerConfig, section)
-    mesh, rules = make_mesh(section.mesh, devices), Rules(dict(section.rules))
     router = pick(RouterConfig, section)
     programs = Programs(definition, layout, optimizer, {section.loss: objective}, mesh, rules, router)
     traced = programs.trace(section.loss, two_passes=False)

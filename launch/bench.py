@@ -3,9 +3,9 @@
 loop   where a step's time goes, and tokens per second of each phase
        [--config configs/tiny.py] [--config.key=value ...] [--steps 3]
 serve  the engine under a load, next to what the machine could do (launch/serving.py)
-       --load uniform|grpo|agent --model DIR [--against transformers] [--requests-scale small]
+       --load uniform|grpo|agent --model DIR [--against transformers|fast] [--requests-scale small]
 train  one training step, next to what the machine could do (launch/training.py)
-       [--model DIR] [--against transformers] [--scale small]
+       [--model DIR] [--against transformers|fast] [--scale small]
 tree   training on a trie next to training on its branches without sharing (launch/tree.py)
        [--scale small]
 r3     routing replay on a small mixture of experts: what it mends, and what recording costs (launch/r3.py)

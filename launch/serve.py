@@ -42,6 +42,7 @@ from inference.types import SamplingParams
 from launch.cli import Parser, read_config, run_main, set_up_jax
 from models.attention import KEY_BLOCK
 from models.config import ModelConfig
+from models.exact import is_exact
 from models.hf import load_hf, resolve
 from models.hf_config import read_config as read_model_config
 from models.tokenizer import Tokenizer
@@ -219,6 +220,7 @@ def make_engine(section: ModelSection, sizes: EngineSection, seed: int, store: s
         mesh=mesh,
         rules=rules,
         tokenizer=tokenizer,
+        exact=is_exact(section.numerics, model, dtype, mesh, rules, "engine"),
     )
     return engine, tokenizer
 

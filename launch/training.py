@@ -17,7 +17,7 @@ import numpy as np
 from launch.loads import make_rows
 from launch.peers import LEARNING_RATE, PEERS, check_installed, run_peer
 from launch.quiet import Others, peak_bytes, warn
-from launch.serving import DTYPE, best_flops_per_s
+from launch.serving import DTYPE, FAST, best_flops_per_s
 from models.compiles import CompileCounter
 from models.config import ModelConfig
 from models.flops import forward_flops
@@ -42,7 +42,7 @@ SIZES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = "runs/models/smollm2-135m-instruct"
     parser.add_argument("--model", metavar="DIR", default=model, help="a Hugging Face directory or hub id")
-    parser.add_argument("--against", choices=PEERS["train"], help="take the same step with this trainer too")
+    parser.add_argument("--against", choices=(FAST, *PEERS["train"]), help="take the same step with this trainer too")
     parser.add_argument("--scale", choices=SIZES, default="full", help="small: to see that it works")
 
 
@@ -52,8 +52,9 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     step_flops_share: the step's useful FLOPs (6 a weight and token, and attention) over those that the machine's fastest
     product makes in the same time. loss: of the first step, before anything was learned; the peer's is of the same ids.
     """
-    if arguments.against:
-        check_installed(arguments.against)
+    against = arguments.against
+    if against in PEERS["train"]:
+        check_installed(against)
     directory, sizes = resolve(arguments.model), SIZES[arguments.scale]
     model = read_config(directory)
     with Others() as others:
@@ -64,10 +65,18 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     with CompileCounter() as warm_up:
         trainer.warm_up()
     loss = trainer.train(samples)["loss"]
+    fast = make_trainer(directory, model, sizes, exact=False) if against == FAST else None
+    if fast:
+        fast.warm_up()
+        fast.train(samples)
     with CompileCounter() as compiles:
         steps = [step(trainer, samples)]
-        most = peak_bytes()
-        peer = run_peer("train", arguments.against, directory, **sizes) if arguments.against else None
+        most, peer = peak_bytes(), None
+        if fast:
+            fast_s, fast_others = min((step(fast, samples), step(fast, samples)), key=lambda timed: timed[0])
+            peer = {"tokens_per_s": sizes["rows"] * sizes["length"] / fast_s, "other_cpus": fast_others}
+        elif against:
+            peer = run_peer("train", against, directory, **sizes)
         steps.append(step(trainer, samples))
     wall_s, other_cpus = min(steps, key=lambda timed: timed[0])
     warn(other_cpus, "during our step")
@@ -88,13 +97,13 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         "warm_up_compile_s": warm_up.seconds,
     }
     if peer is not None:
-        warn(peer["other_cpus"], f"during {arguments.against}'s steps")
-        result |= {f"{arguments.against}_{key}": value for key, value in peer.items()}
+        warn(peer["other_cpus"], f"during {against}'s steps")
+        result |= {f"{against}_{key}": value for key, value in peer.items()}
         result["ratio"] = result["tokens_per_s"] / peer["tokens_per_s"]
     return result
 
 
-def make_trainer(directory: Path, model: ModelConfig, sizes: Mapping[str, int]) -> Trainer:
+def make_trainer(directory: Path, model: ModelConfig, sizes: Mapping[str, int], exact: bool = True) -> Trainer:
     """A trainer on one device, with float32 masters of a Hugging Face directory's weights."""
     length, packed = sizes["length"], sizes["rows_at_once"]
     mesh, rules = make_mesh({"data": 1}, jax.devices()[:1]), Rules()
@@ -110,6 +119,7 @@ def make_trainer(directory: Path, model: ModelConfig, sizes: Mapping[str, int]) 
         remat="none",
         mesh=mesh,
         rules=rules,
+        exact=exact,
     )
 
 

@@ -12,13 +12,10 @@ import jax.numpy as jnp
 from models.layers import dot, turned
 from models.numerics import Numerics
 from models.transformer import Transformer
-from sharding.vocabulary import Head
+from sharding.vocabulary import TILE, Head
 
 PADDING = -1e30
 """logit of what is no id: its weight is 0, and so is weight x logit"""
-TILE = 64
-"""neighbouring tokens whose weights are summed first; the sampler draws a tile, then a token of it"""
-
 VOCAB_TILE = 2048
 """rows of the head whose gradient is computed at a time"""
 TOKENS_AT_ONCE = 1024
@@ -44,12 +41,13 @@ class Tiles:
         return chosen - self.top_T1 - self.log_total_T1
 
 
-def tiles(logits_TV: jax.Array, numerics: Numerics, axes: tuple[str, ...] = ()) -> Tiles:
+def tiles(logits_TV: jax.Array, numerics: Numerics, head: Head | None = None) -> Tiles:
     """Logits may be -inf, but not a whole row of them.
 
     Args:
-        axes: mesh axes that split V; `tops` and `weights` are then of this device's part.
+        head: the part of the vocabulary that the logits are of, where it is split; so are `tops` and `weights` then.
     """
+    axes = head.axes if head else ()
     T, V = logits_TV.shape
     if V % TILE:
         logits_TV = jnp.pad(logits_TV, [(0, 0), (0, -V % TILE)], constant_values=-jnp.inf)
@@ -57,7 +55,10 @@ def tiles(logits_TV: jax.Array, numerics: Numerics, axes: tuple[str, ...] = ()) 
     top = tops.max(axis=-1, keepdims=True)
     top = jax.lax.pmax(top, axes) if axes else top
     weights = numerics.row_sum(numerics.exp_from(logits_TV, top).reshape(T, -1, TILE))
-    total = _all_ids(numerics.row_sum(weights), axes)
+    if head and head.num_tiles and numerics.exact:
+        total = numerics.row_sum(head.every_tile(weights))  # in the order that one device sums them
+    else:
+        total = _all_ids(numerics.row_sum(weights), axes)
     return Tiles(tops_TN=tops, weights_TN=weights, top_T1=top, log_total_T1=jnp.log(total)[:, None])
 
 
@@ -75,7 +76,7 @@ def _of_parts(logits_TV: jax.Array, ids_T: jax.Array, head: Head, numerics: Nume
     """`log_prob` and `entropy` where each device has the logits of its part of the vocabulary."""
     T, V = logits_TV.shape
     logits_TV = jnp.where(jnp.broadcast_to(jnp.arange(V)[None] < head.count, (T, V)), logits_TV, PADDING)
-    parts = tiles(logits_TV, numerics, head.axes)
+    parts = tiles(logits_TV, numerics, head)
     at = ids_T - head.first
     mine = (at >= 0) & (at < head.count)
     chosen = jnp.take_along_axis(logits_TV, jnp.clip(at, 0, V - 1)[:, None], axis=-1)

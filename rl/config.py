@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.config import EngineConfig
+from models.exact import MODES
 from rl.build import UNLESS
 from rl.build import build as build
 from rl.corrections import KlKind, OldLogp
@@ -61,6 +62,13 @@ class ModelSection:
     """fields of ModelConfig, for `random`"""
     dtype: str = "bfloat16"
     """published dtype: what both engines compute with (float32 for oracles)"""
+    numerics: str = "auto"
+    """exact: the trainer's log-probs have the sampler's bits, or the run is refused; fast: sums in the compiler's order; auto:
+    exact on CPUs, as far as it goes there, and fast elsewhere (models/README.md)"""
+
+    def __post_init__(self) -> None:
+        if self.numerics not in MODES:
+            raise ValueError(f"model.numerics: {self.numerics!r} is unknown; use one of {MODES}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +275,10 @@ class RunConfig:
             errors.append(f"name: {self.name!r} is no plain folder name; choose one, and set run_dir for where it is")
         if self.model.dtype not in DTYPES:
             errors.append(f"model.dtype: {self.model.dtype!r} is unknown; use one of {DTYPES}")
+        if self.model.numerics == "exact" and self.engine.dtype not in ("", self.model.dtype):
+            errors.append(
+                f"engine.dtype: with model.numerics 'exact' both sides compute in model.dtype, {self.model.dtype}; leave it out"
+            )
         if self.orchestrator.mode not in ("retract", "keep"):
             errors.append(f"orchestrator.mode: {self.orchestrator.mode!r} is unknown; use 'retract' or 'keep'")
         if self.orchestrator.store and not self.orchestrator.store.endswith("/"):

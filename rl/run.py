@@ -17,6 +17,7 @@ from inference.engine import Engine
 from inference.types import SamplingParams
 from models.attention import KEY_BLOCK
 from models.config import ModelConfig
+from models.exact import is_exact
 from models.hf import load_hf, resolve, save_hf
 from models.hf_config import read_config
 from models.tokenizer import ByteTokenizer, Tokenizer
@@ -213,6 +214,7 @@ def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None, *, 
     if source is not None:
         loaded = load_hf(source, model)
         masters |= {name: jax.device_put(loaded.pop(name), shardings[name]) for name in describe(model)}
+    dtype = jnp.dtype(config.model.dtype)
     trainer = Trainer(
         model,
         masters,
@@ -220,11 +222,12 @@ def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None, *, 
         optimizer=optimizer,
         objective=objective,
         others={} if critic or section.loss == "sft" else {"sft": Objective(loss="sft")},
-        dtype=jnp.dtype(config.model.dtype),
+        dtype=dtype,
         remat=section.remat,
         mesh=mesh,
         rules=rules,
         router=pick(RouterConfig, section),
+        exact=is_exact(config.model.numerics, model, dtype, mesh, rules, "trainer"),
     )
     if not critic and ("reference_logp" in objective.needs or config.advantages.kl_coef):
         trainer.freeze_reference()
@@ -268,6 +271,7 @@ def make_engine(section: EngineSection, config: RunConfig, model: ModelConfig, t
         dtype=dtype,
         mesh=mesh,
         rules=rules,
+        exact=is_exact(config.model.numerics, model, dtype, mesh, rules, "engine"),
     )
 
 

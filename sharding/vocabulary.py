@@ -18,6 +18,9 @@ from jax.typing import DTypeLike
 
 from sharding.shards import Shards
 
+TILE = 64
+"""neighbouring ids whose weights are summed first; the sampler draws a tile, then a token of it"""
+
 
 def lookup(shards: Shards, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """A table `[V, D]` at tokens `[..., T]` -> `[..., T, D]`, given this device's part of each."""
@@ -59,6 +62,8 @@ class Head:
     """how many ids it has, the rest is padding"""
     axes: tuple[str, ...]
     """that split the vocabulary; tokens of all devices along them are computed together"""
+    num_tiles: int | None = None
+    """of the whole vocabulary, where each part begins with a tile"""
 
     @staticmethod
     def of(shards: Shards, weight: jax.Array, dims: tuple[str, ...], dtype: DTypeLike) -> "Head":
@@ -69,11 +74,17 @@ class Head:
         if not columns:
             return Head(weight, first, size, vocab)
         padding = [(0, 0), (0, 0)]
-        padding[v] = (0, -size % ways)
+        padding[v] = (0, -size % (ways if vocab else ways * TILE))
         part = (size + padding[v][1]) // ways
         here = jax.lax.axis_index(columns[::-1]) * part
         moved: Any = _exchange(jnp.pad(weight, padding), columns, d, v, np.dtype(dtype))
-        return Head(moved, first + here, jnp.clip(size - here, 0, part), (*vocab, *columns))
+        num_tiles = None if vocab else -(-size // TILE)
+        return Head(moved, first + here, jnp.clip(size - here, 0, part), (*vocab, *columns), num_tiles)
+
+    def every_tile(self, x_TN: jax.Array) -> jax.Array:
+        """Tiles of the whole vocabulary, in the order of their ids, given those of this part."""
+        assert self.num_tiles is not None
+        return jax.lax.all_gather(x_TN, self.axes[::-1], axis=1, tiled=True)[:, : self.num_tiles]
 
 
 def _exchange_forward(w: jax.Array, axes: tuple[str, ...], d: int, v: int, dtype: np.dtype):

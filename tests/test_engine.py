@@ -746,7 +746,7 @@ def test_sizes_that_cannot_serve_are_refused(values: dict[str, Any], message: st
 
 def test_context_beyond_the_models_positions_is_refused() -> None:
     config = dataclasses.replace(CONFIG, max_context=512, context_buckets=())
-    with pytest.raises(ValueError, match="engine.max_context: 512 exceeds the 256 positions"):
+    with pytest.raises(ValueError, match="engine.max_context: 512 exceeds the model's 256 positions"):
         Engine(MODELS["llama"], config, {}, version=0, dtype=jnp.bfloat16, mesh=MESH, rules=RULES)
 
 
