@@ -51,6 +51,7 @@ class Scheduler:
     Args:
         max_context: most tokens of a sequence.
         routes: where routing is recorded.
+        reserve: tokens that each running sequence may still sample and that admission leaves room for (default: RESERVE).
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class Scheduler:
         max_context: int,
         tokens_per_step: int,
         routes: Routes | None = None,
+        reserve: int | None = None,
     ):
         self.page_size, self.max_slots, self.max_context = page_size, max_slots, max_context
         self.tokens_per_step, self.routes = tokens_per_step, routes
+        self.reserve = RESERVE if reserve is None else reserve
         self.pool = PagePool(num_pages)
         self.tree = PrefixTree(self.pool, page_size)
         self.version = 0
@@ -206,7 +209,7 @@ class Scheduler:
 
     def _growth(self) -> int:
         """Pages that those who run will need soon."""
-        soon = ((s, len(s.ids) + s.pending + min(RESERVE, self.budget_left(s))) for s in self.running)
+        soon = ((s, len(s.ids) + s.pending + min(self.reserve, self.budget_left(s))) for s in self.running)
         return sum(max(0, self._pages_for(n) - len(s.pages)) for s, n in soon)
 
     def _make_room(self, pages: int) -> bool:

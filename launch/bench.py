@@ -10,6 +10,8 @@ tree   training on a trie next to training on its branches without sharing (laun
        [--scale small]
 r3     routing replay on a small mixture of experts: what it mends, and what recording costs (launch/r3.py)
        [--scale small] [--plot FILE]
+parity  each sampled token's log-prob in every company and layout, next to the one it has alone (launch/parity.py)
+       [--model DIR] [--numerics exact|fast|both] [--scale small]
 delta  bitwise deltas of realistic weights: size next to the entropy bound, and speed on one core (launch/delta.py)
        [--model DIR] [--scale small]
 pause  what an update of a serving engine costs, in each mode (launch/pause.py)
@@ -30,7 +32,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from launch import aot, asynchrony, delta, gateway_bench, pause, platforms, r3, serving, training, tree
+from launch import aot, asynchrony, delta, gateway_bench, parity, pause, platforms, r3, serving, training, tree
 from launch.cli import Parser, read_config, run_main, set_up_jax, use_huge_pages
 from rl.config import RunConfig, build
 from rl.loop import evaluate
@@ -94,6 +96,7 @@ def main() -> None:
     benchmarks: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"loop": loop}
     benchmarks |= {"serve": serving.serve, "train": training.train, "tree": tree.tree, "r3": r3.r3, "delta": delta.delta}
     benchmarks |= {"pause": pause.pause, "async": asynchrony.asynchrony, "gateway": gateway_bench.gateway}
+    benchmarks |= {"parity": parity.parity}
     serving.add_arguments(names.add_parser("serve"))
     training.add_arguments(names.add_parser("train"))
     tree.add_arguments(names.add_parser("tree"))
@@ -102,6 +105,7 @@ def main() -> None:
     pause.add_arguments(names.add_parser("pause"))
     asynchrony.add_arguments(names.add_parser("async"))
     gateway_bench.add_arguments(names.add_parser("gateway"))
+    parity.add_arguments(names.add_parser("parity"))
     benchmarks |= platforms.add_commands(names) | aot.add_commands(names)
     for each in names.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on the last line")
@@ -110,7 +114,12 @@ def main() -> None:
         raise ValueError(f"{arguments.overrides[0]}: unknown argument; --help shows the usage")
     set_up_jax()
     result = benchmarks[arguments.name](arguments)
-    show(result) if not arguments.json else print(json.dumps(result), flush=True)
+    if arguments.json:
+        print(json.dumps(result), flush=True)
+    else:
+        (parity.show if arguments.name == "parity" else show)(result)
+    if not result.get("ok", True):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
@@ -118,4 +127,6 @@ if __name__ == "__main__":
         use_huge_pages()  # as launch.train does; the peer's process has them too
     if sys.argv[1:2] == ["delta"]:
         delta.one_core()
+    if sys.argv[1:2] == ["parity"]:
+        parity.eight_devices()
     run_main(main)

@@ -127,12 +127,12 @@ class DepthFirst:
             params, grads, buffers, buffer_grads, segment, temperature, like((2 * T,), self.accum, self.replicated)
         )
 
-    def warm_up(self) -> None:
-        """Compiles everything that a walk may run."""
+    def warm_up(self, reading_only: bool = False) -> None:
+        """Compiles everything that a walk may run, or one that only reads."""
         for T in segment_sizes(self.layout):
             for C in self.contexts:
                 if C >= T:
-                    for kind in ("enter", "leave"):
+                    for kind in ("enter",) if reading_only else ("enter", "leave"):
                         if (kind, T, C) not in self.compiled:
                             self.compiled[kind, T, C] = self.lower(kind, T, C).compile()
         jax.block_until_ready((self._empty(self.definition.dtype), self._empty(self.accum)))

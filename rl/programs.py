@@ -167,11 +167,11 @@ class Programs:
 
     # ---- compiled
 
-    def lower(self, loss: str, two_passes: bool) -> dict[str, Any]:
+    def lower(self, loss: str, two_passes: bool, reading_only: bool = False) -> dict[str, Any]:
         """The lowered programs of a step by name."""
-        return {name: traced.lower() for name, traced in self.trace(loss, two_passes).items()}
+        return {name: traced.lower() for name, traced in self.trace(loss, two_passes, reading_only).items()}
 
-    def trace(self, loss: str, two_passes: bool) -> dict[str, Any]:
+    def trace(self, loss: str, two_passes: bool, reading_only: bool = False) -> dict[str, Any]:
         """The traced programs, over abstract arguments with the shardings of a step: no device is asked for anything."""
 
         def like(x: Any, sharding: Any = self.replicated) -> jax.ShapeDtypeStruct:
@@ -196,9 +196,11 @@ class Programs:
             return jax.jit(function, donate_argnums=donate, out_shardings=out)
 
         both = (self.grad_shardings, self.replicated)
-        traced = {
+        traced = {"score": jit(self.score).trace(params, scored, temperature)}
+        if reading_only:
+            return traced
+        traced |= {
             loss: jit(partial(self.accumulate, loss), (1,), both).trace(params, grads, forest, batch, temperature),
-            "score": jit(self.score).trace(params, scored, temperature),
             "update": jit(self.update, (0,), (self.state_shardings(), self.replicated)).trace(state, grads),
         }
         if two_passes:
@@ -206,9 +208,9 @@ class Programs:
             traced["pull"] = jit(self.pull, (1,), both).trace(params, grads, forest, temperature, matrix)
         return traced
 
-    def warm_up(self, loss: str, two_passes: bool) -> None:
+    def warm_up(self, loss: str, two_passes: bool, reading_only: bool = False) -> None:
         """Compiles them; after it nothing compiles."""
-        for name, lowered in self.lower(loss, two_passes).items():
+        for name, lowered in self.lower(loss, two_passes, reading_only).items():
             if name not in self._compiled:
                 self._compiled[name] = lowered.compile()
         jax.block_until_ready(self.zeros())

@@ -82,12 +82,12 @@ class Trainer:
     def step(self) -> int:
         return int(self.state.step)
 
-    def warm_up(self, loss: str | None = None) -> None:
-        """Compiles the programs of a step; after it a step compiles nothing."""
+    def warm_up(self, loss: str | None = None, reading_only: bool = False) -> None:
+        """Compiles the programs of a step, or what `read` needs of them; after it a step, or `read`, compiles nothing."""
         loss = loss or self.loss
-        self.programs.warm_up(loss, two_passes=self.objectives[loss].joint or self.walk is not None)
+        self.programs.warm_up(loss, self.objectives[loss].joint or self.walk is not None, reading_only)
         if self.walk is not None:
-            self.walk.warm_up()
+            self.walk.warm_up(reading_only)
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
         """Where each sample's tokens are computed.
