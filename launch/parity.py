@@ -130,7 +130,7 @@ def show(result: dict[str, Any]) -> None:
             for column in columns:
                 cells = [_text(cells[column]) for cells in result[mode].values()]
                 print("".join([f"{column + '*' * (column in NOT_PROMISED):28}", *(f"{text:>18}" for text in cells)]))
-            for column in columns.keys() & NOT_PROMISED.keys():
+            for column in sorted(columns.keys() & NOT_PROMISED.keys()):
                 print(f"* {column}: not promised, as {NOT_PROMISED[column]}")
     for name, distances in result.get("gradients", {}).items():
         for column, far in distances.items():
