@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from inference.calls import ToolCall, ToolCalls
+from inference.calls import FoundCall, ToolCalls
 from inference.chat import ChatTemplate
 from inference.errors import ApiError
 from inference.protocol import Common, GenerateBody, Limits, fresh_seed
@@ -25,6 +25,8 @@ from models.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+"""made once: `json.dumps` makes one for each value"""
 LEAST_LOGPROB = -9999.0
 """stands for minus infinity, which JSON has not"""
 
@@ -45,7 +47,7 @@ class Served:
 
 def to_bytes(value: Json) -> bytes:
     # a lone surrogate, which an escape in a tool call may be, has no UTF-8
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    return ENCODER.encode(value).encode("utf-8", "replace")
 
 
 class Answer(ABC):
@@ -156,7 +158,7 @@ class Choice:
         self.started = False
         """whether the client got something of it"""
         self.text = ""
-        self.calls: list[ToolCall] = []
+        self.calls: list[FoundCall] = []
 
     def fresh(self, part: Tokens) -> Tokens:
         """The tokens that earlier parts did not have: a Completion has all."""
@@ -165,14 +167,14 @@ class Choice:
         self._seen += len(part.ids)
         return part
 
-    def add(self, ids: Sequence[int], last: bool) -> tuple[str, list[ToolCall]]:
+    def add(self, ids: Sequence[int], last: bool) -> tuple[str, list[FoundCall]]:
         """New text and calls."""
         if ids and ids[-1] in self._stop_ids:
             ids = ids[:-1]
         text, _ = self._stops.add(self._detokenizer.add(ids))
         if last:
             text += self._stops.add(self._detokenizer.flush())[0] + self._stops.flush()
-        calls: list[ToolCall] = []
+        calls: list[FoundCall] = []
         if self._parser is not None:
             text, calls = self._parser.add(text)
             text += self._parser.flush() if last else ""
@@ -273,7 +275,7 @@ class TextAnswer(Answer):
         return None if first.prompt_logprobs is None else (first.prompt_ids, first.prompt_logprobs)
 
     @abstractmethod
-    def pieces(self, index: int, text: str, calls: list[ToolCall], fresh: Tokens, reason: str | None) -> list[Json]:
+    def pieces(self, index: int, text: str, calls: list[FoundCall], fresh: Tokens, reason: str | None) -> list[Json]:
         """Entries of `choices` for a new piece; with a finish reason, the last one."""
 
     @abstractmethod

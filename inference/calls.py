@@ -23,14 +23,16 @@ SPACE = re.compile(r"[ \t\n\r]*")
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class FoundCall:
+    """A call of a tool that was found in a model's text."""
+
     name: str
     arguments: str
     """a JSON object, as text"""
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
-Read = Callable[[str], "ToolCall | None"]
+Read = Callable[[str], "FoundCall | None"]
 """what is between the markers of a call -> the call, if it is one"""
 
 
@@ -59,15 +61,15 @@ class ToolCalls:
         self._after = False
         """whether a call ended here"""
 
-    def add(self, text: str) -> tuple[str, list[ToolCall]]:
+    def add(self, text: str) -> tuple[str, list[FoundCall]]:
         """(text that is certain to be no call, calls that are complete)"""
         parts = self.parts(text)
         shown = "".join(part for part in parts if isinstance(part, str))
-        return shown, [part for part in parts if isinstance(part, ToolCall)]
+        return shown, [part for part in parts if isinstance(part, FoundCall)]
 
-    def parts(self, text: str) -> list[str | ToolCall]:
+    def parts(self, text: str) -> list[str | FoundCall]:
         """The same, in the order in which they stand."""
-        parts: list[str | ToolCall] = []
+        parts: list[str | FoundCall] = []
         while True:
             new, found = self._finder.add(text)
             if self._opened:
@@ -104,7 +106,7 @@ class ToolCalls:
         return text
 
 
-def hermes_call(body: str, arguments: str = "arguments") -> ToolCall | None:
+def hermes_call(body: str, arguments: str = "arguments") -> FoundCall | None:
     """The call in `{"name": ..., "arguments": {...}}`, its arguments as they are written; None where it is none.
 
     Args:
@@ -117,7 +119,7 @@ def hermes_call(body: str, arguments: str = "arguments") -> ToolCall | None:
     name, text = call.get("name", (None, "")), call.get(arguments, (None, ""))
     if too_deep(text[0]):
         return None
-    return ToolCall(name[0], text[1]) if isinstance(name[0], str) and name[0] and isinstance(text[0], dict) else None
+    return FoundCall(name[0], text[1]) if isinstance(name[0], str) and name[0] and isinstance(text[0], dict) else None
 
 
 def too_deep(value: Any) -> bool:

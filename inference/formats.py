@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from inference.answers import Json, Served, TextAnswer, logprob, prompt_entries
-from inference.calls import ToolCall
+from inference.calls import FoundCall
 from inference.errors import ApiError
 from inference.protocol import ChatBody, CompletionBody, Message
 from inference.text import UNKNOWN, token_text
@@ -39,7 +39,7 @@ class CompletionAnswer(TextAnswer):
         self._echo_logprobs = bool(body.echo) and body.logprobs is not None
         self._offsets = [len(self._echoed[i // self.n]) for i in range(len(self.requests))]
 
-    def pieces(self, index: int, text: str, calls: list[ToolCall], fresh: Tokens, reason: str | None) -> list[Json]:
+    def pieces(self, index: int, text: str, calls: list[FoundCall], fresh: Tokens, reason: str | None) -> list[Json]:
         if not self.choices[index].started:
             text = self._echoed[index // self.n] + text
         logprobs = self._logprobs(index, fresh)
@@ -121,7 +121,7 @@ class ChatAnswer(TextAnswer):
             tools=bool(tools),
         )
 
-    def pieces(self, index: int, text: str, calls: list[ToolCall], fresh: Tokens, reason: str | None) -> list[Json]:
+    def pieces(self, index: int, text: str, calls: list[FoundCall], fresh: Tokens, reason: str | None) -> list[Json]:
         choice = self.choices[index]
         deltas: list[Json] = [] if choice.started else [{"role": "assistant", "content": ""}]
         delta: Json = {"content": text} if text else {}
@@ -169,7 +169,7 @@ def _entry(tokenizer: Tokenizer, token: int, value: float) -> Json:
     return {"token": text, "bytes": None if UNKNOWN in text else list(text.encode()), "logprob": logprob(value)}
 
 
-def _call(call: ToolCall) -> Json:
+def _call(call: FoundCall) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 

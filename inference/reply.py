@@ -1,7 +1,7 @@
 """Bodies in, answers out: one JSON object, or server-sent events, for as long as the client is there."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -91,33 +91,30 @@ class Reply(Response):
         try:
             async with aclosing(self._run(self._answer)) as pieces:
                 async for piece in pieces:
-                    for event in piece:
-                        await self._event(self._answer.event(event), send)
+                    if piece:
+                        await self._send_events(piece, send)
         except ApiError as error:
             await self._fail(error, send)
             return
         self._ended("200")
         if self._answer.stream:
-            for event in self._answer.closing():
-                await self._event(self._answer.event(event), send)
-            await self._event(self._answer.end, send)
-            await send({"type": "http.response.body", "body": b""})
+            await self._send_events(self._answer.closing(), send, self._answer.end, last=True)
         else:
             await _send(json_response(self._answer.whole()), send)
 
-    async def _event(self, data: bytes, send: Send) -> None:
+    async def _send_events(self, events: Sequence[Any], send: Send, end: bytes = b"", *, last: bool = False) -> None:
+        """Events that are there together go out as one piece."""
+        data = b"".join(map(self._answer.event, events)) + end
         if not self._begun:
             self._begun = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         self._ended(str(error.status))
         if self._begun:  # the status is out: the error is the stream's last event
-            for event in self._answer.failing(error):
-                await self._event(self._answer.event(event), send)
-            await send({"type": "http.response.body", "body": b""})
+            await self._send_events(self._answer.failing(error), send, last=True)
         else:
             await _send(error_response(error, self._answer.error(error)), send)
 

@@ -26,6 +26,7 @@ class _Habits:
         self._letter = tokenizer.encode("a")
         """stands before the token asked about: the first piece of a text may lose a space"""
         self._known: dict[int, tuple[str, bool]] = {}
+        self._alone: dict[int, str] = {}
         rare = "\U0010eeee"
         ids = tokenizer.encode(rare)
         self._byte = ids[-1] if self.decode(ids) == rare and not self.decode([*ids, ids[-1]]).startswith(rare) else None
@@ -33,6 +34,14 @@ class _Habits:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special)
+
+    def text(self, ids: list[int]) -> str:
+        """As `decode`; what one token is alone is kept, as most are asked about alone."""
+        if len(ids) != 1:
+            return self.decode(ids)
+        if ids[0] not in self._alone:
+            self._alone[ids[0]] = self.decode(ids)
+        return self._alone[ids[0]]
 
     def of(self, token: int) -> tuple[str, bool]:
         """(what it adds to a text, whether it belongs to a run of bytes that the next token may make unreadable)"""
@@ -93,7 +102,7 @@ class Detokenizer:
             return ""
         new = text[len(self._shown_text) :]
         self._shown, self._held = self._held, []
-        self._shown_text = self._habits.decode(self._shown)
+        self._shown_text = self._habits.text(self._shown)
         return new
 
 

@@ -1,4 +1,11 @@
-"""From a gateway's thread to the engine of a run, which only the run's own loop may touch: a front of `inference.api.Door`."""
+"""From a gateway's thread to the engine of a run, which only the run's own loop may touch: a front of `inference.api.Door`.
+
+    gateway's thread    Session.ask -> Bridge.stream ............................ answer, or the client has left
+    the run's           poll -> engine -> Session.commit, or abandon -> give
+
+What the engine has sampled for a program is in the record before anybody is told, whether its client waits or not, and before
+its episode is closed. So nothing of it is lost, and the gateway records nothing a second time.
+"""
 
 import asyncio
 import queue
@@ -7,10 +14,11 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from inference.errors import ApiError
-from inference.types import Completion, Request, Tokens
+from inference.types import Completion, FinishReason, Request, Tokens
 from inference.updates import Acknowledgement, Update
 from rl.remote import nothing
 from rl.rollout import SamplerEngine
+from rl.sessions import Session
 
 
 class Passing(NamedTuple):
@@ -30,12 +38,15 @@ class Bridge:
         """of the engine's weights, as far as it is known here"""
         self._asked: queue.SimpleQueue[Passing] = queue.SimpleQueue()
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._waiting: dict[str, Passing] = {}
         self._closed = False
 
     async def stream(self, request: Request) -> AsyncGenerator[Tokens | Completion, None]:
-        """The request's completion. ApiError when the run has ended."""
-        if self._closed:
-            raise ApiError("the run has ended", status=503)
+        """The request's completion. Who is cancelled waits until the run has recorded what was sampled, and gets it.
+
+        Raises:
+            ApiError: the run has ended.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Completion] = loop.create_future()
 
@@ -43,12 +54,19 @@ class Bridge:
             with suppress(RuntimeError):  # the gateway has ended
                 loop.call_soon_threadsafe(lambda: done.done() or done.set_result(completion))
 
-        self._asked.put(Passing(request, give))
+        passing = self._waiting[request.id] = Passing(request, give)
         try:
-            yield await done
+            self._asked.put(passing)
+            if self._closed:  # asked after the last look at who waits
+                raise ApiError("the run has ended", status=503)
+            while not done.done():
+                try:
+                    await asyncio.shield(done)
+                except asyncio.CancelledError:
+                    self._gone.put(request.id)
+            yield done.result()
         finally:
-            if not done.done() or done.cancelled():
-                self._gone.put(request.id)
+            del self._waiting[request.id]
 
     def take(self) -> list[Passing]:
         """Requests that have come."""
@@ -61,7 +79,7 @@ class Bridge:
     def close(self) -> None:
         """Nobody takes requests any more: those that wait end, and others are refused."""
         self._closed = True
-        for passing in self.take():
+        for passing in list(self._waiting.values()):
             passing.give(nothing(passing.request))
 
     async def update(self, prepare: Callable[[], Update]) -> Acknowledgement:
@@ -74,8 +92,8 @@ class Outside:
     def __init__(self, engine: SamplerEngine) -> None:
         self.engine = engine
         self._bridges: set[Bridge] = set()
-        self._members: dict[str, Callable[[Completion], None]] = {}
-        """episode -> who counts its completions"""
+        self._members: dict[str, tuple[Session, Callable[[Completion], None]]] = {}
+        """episode -> its session, and who counts its completions"""
         self._in_flight: dict[str, Passing] = {}
 
     def __bool__(self) -> bool:
@@ -86,9 +104,9 @@ class Outside:
     def sampling(self) -> bool:
         return bool(self._in_flight)
 
-    def attach(self, bridge: Bridge, episode: str, count: Callable[[Completion], None]) -> None:
+    def attach(self, bridge: Bridge, session: Session, count: Callable[[Completion], None]) -> None:
         self._bridges.add(bridge)
-        self._members[episode] = count
+        self._members[session.graph.episode.id] = session, count
 
     def poll(self) -> None:
         """Takes in what has come, and cancels what nobody waits for."""
@@ -104,24 +122,35 @@ class Outside:
                 self._cancel(name)
 
     def done(self, completion: Completion) -> bool:
-        """Hands a completion back, if it was asked for from outside."""
+        """Records a completion and hands it back, if it was asked for from outside."""
         passing = self._in_flight.pop(completion.request_id, None)
-        if passing is None:
-            return False
-        self._members[_episode(completion.request_id)](completion)
-        passing.give(completion)
-        return True
+        if passing is not None:
+            self._record(passing, completion)
+        return passing is not None
 
     def leave(self, episode: str) -> None:
-        """Of an episode that is over: what it still asks for is cancelled."""
-        self._members.pop(episode, None)
-        for name in [name for name in self._in_flight if _episode(name) == episode]:
-            self._cancel(name)
+        """Of an episode that is about to be closed: what it still asks for is cancelled, and nothing more is asked."""
+        if episode in self._members:
+            self._members[episode][0].leave()
+            for name in [name for name in self._in_flight if _episode(name) == episode]:
+                self._cancel(name)
+            del self._members[episode]
 
     def _cancel(self, name: str) -> None:
         passing = self._in_flight.pop(name, None)
         if passing is not None:
-            passing.give(self.engine.cancel(name))
+            self._record(passing, self.engine.cancel(name))
+
+    def _record(self, passing: Passing, completion: Completion) -> None:
+        episode, _, name = passing.request.id.rpartition("#")
+        session, count = self._members[episode]
+        asked = session.running[name]
+        if completion.finish_reason is FinishReason.ABORT:
+            session.abandon(asked, [completion] if len(completion.ids) else [], "its client has left, or the engine has")
+        else:
+            session.commit(asked, completion)
+            count(completion)
+        passing.give(completion)
 
 
 def _episode(request: str) -> str:

@@ -148,8 +148,8 @@ class Episodes:
             self._hand(*awaited)
             self._serve(awaited[1].running)
         if self.seconds:
-            now = time.monotonic()  # what agents wait for has its own limits
-            for running in {f.running: None for f in self._sampling.values() if f.running.batch.deadline < now}:
+            flights, now = [*self._sampling.values(), *(flight for _, flight in self._awaited)], time.monotonic()
+            for running in {flight.running: None for flight in flights if flight.running.batch.deadline < now}:
                 self._abort(running, "timeout")
 
     def _serve(self, running: _Running) -> None:
@@ -166,8 +166,9 @@ class Episodes:
                     self._sampling[request.id] = _Flight(running, ticket, time.perf_counter(), asked)
                     self.engine.submit(request)
             elif isinstance(wanted, Attach):
-                self._outside.attach(wanted.bridge, running.graph.episode.id, running.rollout.count)
-                play.give(ticket, self._session(running))
+                session = self._session(running)
+                self._outside.attach(wanted.bridge, session, running.rollout.count)
+                play.give(ticket, session)
             elif wanted.done():
                 self._hand(wanted, _Flight(running, ticket, time.perf_counter()))
             else:
@@ -260,8 +261,9 @@ class Episodes:
         running.rollout.environment_s += time.perf_counter() - flight.since
 
     def _abort(self, running: _Running, why: str) -> None:
-        """Ends an episode and what the engine has of it."""
+        """Ends an episode and what the engine has of it; nobody waits any more for what its agents waited for."""
         self._over(running, "aborted", why)
+        self._awaited = [awaited for awaited in self._awaited if awaited[1].running is not running]
         for request in [request for request, flight in self._sampling.items() if flight.running is running]:
             self._sampled(self._sampling.pop(request), self.engine.cancel(request))
 

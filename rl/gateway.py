@@ -27,7 +27,8 @@ from inference.text import StopStrings
 from inference.types import Completion, Tokens
 from rl import wire_chat, wire_messages, wire_responses
 from rl.messages import Piece
-from rl.registry import Sessions, finish_body, open_body
+from rl.registry import Sessions
+from rl.session_bodies import finish_body, open_body
 from rl.sessions import Asked, Session
 from rl.wires import Event, Turn, Usage, Wire
 
@@ -49,6 +50,9 @@ class Turned(Answer):
         self._writer = wire.writer(turn, asked.name, created)
         self._reader = session.renderer.reader(turn.tools)
         self._parts: list[Tokens] = []
+        self._read: list[Piece] = []
+        self._rest: list[Piece] = []
+        """what was held back until the answer's end"""
         self._seen = 0
         self._begun = False
         self._stops = StopStrings(asked.request.params.stop)
@@ -64,18 +68,23 @@ class Turned(Answer):
             if part.finish_reason == "abort":
                 self._parts = [part] if len(part.ids) else []  # all of it, to be kept
                 raise ApiError("the request was aborted by an update of the weights; send it again", status=503)
-            self._session.commit(self._asked, part)
         else:
             self._parts.append(part)
         new = part.ids[self._seen :] if isinstance(part, Completion) else part.ids
         self._seen += len(new)
         events = self._pieces(new.tolist())
+        if isinstance(part, Completion):
+            self._rest = self._reader.flush()
+            if not self._asked.done.done():  # behind a bridge, the run has recorded it
+                self._session.commit(self._asked, part, [*self._read, *self._rest])
         return events if self.stream else []
 
     def closing(self) -> list[Event]:
         completion = self._asked.done.result()
-        events = self._pieces(completion.ids.tolist()) if not self._mine else []
-        last = [*self._shown(self._reader.flush()), Piece("text", self._stops.flush())]
+        events: list[Event] = []
+        if not self._mine:
+            events, self._rest = self._pieces(completion.ids.tolist()), self._reader.flush()
+        last = [*self._shown(self._rest), Piece("text", self._stops.flush())]
         usage = Usage(prompt=len(completion.prompt_ids), cached=completion.cached_tokens, sampled=len(completion.ids))
         cut = completion.finish_reason == "length"
         return [*events, *self._writer.add(last), *self._writer.end(cut, usage, self._stops.found)]
@@ -89,7 +98,9 @@ class Turned(Answer):
         if not self._begun:
             self._begun = True
             events += self._writer.begin(Usage(prompt=len(self._asked.request.prompt_ids)))
-        return [*events, *self._writer.add(self._shown(self._reader.add(ids)))]
+        read = self._reader.add(ids)
+        self._read += read
+        return [*events, *self._writer.add(self._shown(read))]
 
     def _shown(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Text up to a stop string, as `Session.commit` has it; what may begin one is held back."""
@@ -202,4 +213,4 @@ class Gateway:
 
 
 def _read(wire: Wire, request: Request, raw: bytes) -> Turn:
-    return wire.parse(raw, {name.lower(): value for name, value in request.headers.items()})
+    return wire.parse(raw, dict(request.headers.items()))  # ASGI has their names in lower case

@@ -68,6 +68,10 @@ class Graph:
         parts = [node.routing for node in nodes if node.routing is not None]
         return np.concatenate(parts) if parts else None
 
+    def newest(self, node_id: int) -> int:
+        """The version of the last sampled id on the path to this node; -1 where nothing was sampled."""
+        return self._newest[node_id]
+
     def completion(self, request_id: str) -> Node | None:
         """The node of a request that was committed before."""
         found = self._requests.get(request_id)

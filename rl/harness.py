@@ -135,11 +135,13 @@ class Harness:
         if self._gateway is None:
             self._gateway = LocalGateway(session, self._bridge)
         sessions, key = self._gateway.sessions, self._gateway.sessions.adopt(session)
+        playing = self._pool.submit(self._play, task, key, self._gateway.path)
         try:
-            ran: Ran = yield self._pool.submit(self._play, task, key, self._gateway.path)
+            ran: Ran = yield playing
             sessions.drop(session)
             yield self._pool.submit(session.settle)
         finally:
+            playing.cancel()  # where the episode was ended before it began
             sessions.drop(session)
         if ran.code is None:
             raise TimeoutError(f"the program took longer than {self._sandbox.seconds:g} s: {ran.output}")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from inference.calls import ToolCall, hermes_call
+from inference.calls import FoundCall, hermes_call
 from rl.chatml import ChatML, Part, arguments_json, tool_json
 from rl.messages import Message, Tool
 from rl.readers import Reader, TokenizerLike, TurnReader, marker, spelled
@@ -86,7 +86,7 @@ class WholeCall:
         self._held = ""
         self._text = False
 
-    def parts(self, text: str) -> list[str | ToolCall]:
+    def parts(self, text: str) -> list[str | FoundCall]:
         """What is certain to be no call."""
         held, self._held = self._held + text, ""
         begins = held.lstrip()
@@ -96,7 +96,7 @@ class WholeCall:
         self._held = held
         return []
 
-    def flush(self) -> str | ToolCall:
+    def flush(self) -> str | FoundCall:
         """At the end of the turn: the call, or what was held back."""
         held, self._held = spelled(self._held), ""
         return hermes_call(held, "parameters") or held

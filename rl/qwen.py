@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inference.calls import CLOSE, DECODER, OPEN, ToolCall, ToolCalls, members
+from inference.calls import CLOSE, DECODER, OPEN, FoundCall, ToolCalls, members
 from rl.chatml import ChatML, Part, arguments_json
 from rl.messages import Message, Tool
 from rl.readers import THINK, UNTHINK, Reader, TokenizerLike, TurnReader, hermes, spelled
@@ -159,7 +159,7 @@ def tags_text(name: str, arguments: str) -> str:
     return f"\n<function={name}>\n{inner}</function>\n"
 
 
-def tags_call(body: str, tools: Sequence[Tool]) -> ToolCall | None:
+def tags_call(body: str, tools: Sequence[Tool]) -> FoundCall | None:
     """The call in `<function=NAME><parameter=KEY>VALUE</parameter>...</function>`; None where it is none."""
     function = FUNCTION.fullmatch(body)
     if function is None:
@@ -174,7 +174,7 @@ def tags_call(body: str, tools: Sequence[Tool]) -> ToolCall | None:
         at = parameter.end()
     if inner[at:].strip():
         return None
-    return ToolCall(name, "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {given[key]}" for key in given) + "}")
+    return FoundCall(name, "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {given[key]}" for key in given) + "}")
 
 
 def _value(text: str, schema: Mapping[str, Any], key: str) -> str:

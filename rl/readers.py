@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
-from inference.calls import CLOSE, OPEN, ToolCall, ToolCalls, hermes_call
+from inference.calls import CLOSE, OPEN, FoundCall, ToolCalls, hermes_call
 from inference.text import Detokenizer, StopStrings
 from rl.messages import Message, Piece, message_of
 
@@ -52,9 +52,9 @@ class Reader(Protocol):
 class CallFinder(Protocol):
     """Finds calls in a text as it comes."""
 
-    def parts(self, text: str) -> list[str | ToolCall]: ...
+    def parts(self, text: str) -> list[str | FoundCall]: ...
 
-    def flush(self) -> str | ToolCall: ...
+    def flush(self) -> str | FoundCall: ...
 
 
 def marker(tokenizer: TokenizerLike, text: str) -> int | str:
@@ -117,7 +117,7 @@ class TurnReader:
         thoughts = [Piece("thinking", spelled(thinking))] if thinking else []
         return [*thoughts, *self._listed(self._calls.parts(content))]
 
-    def _listed(self, parts: Sequence[str | ToolCall]) -> list[Piece]:
+    def _listed(self, parts: Sequence[str | FoundCall]) -> list[Piece]:
         return [
             Piece("text", spelled(part)) if isinstance(part, str) else Piece("call", part.arguments, part.name)
             for part in parts
@@ -141,7 +141,7 @@ class NoCalls:
     def __init__(self, looks: Mapping[str, str]) -> None:
         pass
 
-    def parts(self, text: str) -> list[str | ToolCall]:
+    def parts(self, text: str) -> list[str | FoundCall]:
         return [text]
 
     def flush(self) -> str:

@@ -1,13 +1,12 @@
 """The sessions of a gateway: by name and by key, each written down as one file of rollouts.
 
 A session is written within some seconds of whatever happens in it (`FLUSH_SECONDS`; a process that is killed loses no more),
-when it is finished, and when the gateway ends. One that nobody has used for long, or that has become very long, is written and
-let go; if its name comes again, that is another episode, NAME~2.
+when it is finished, and when the gateway ends. One that nobody has used for long, or that has become very long, is closed, let
+go and written; if its name comes again, that is another episode, NAME~2. Who asks waits for no disk: nothing is written under
+the lock.
 """
 
 import hashlib
-import json
-import re
 import secrets
 import sys
 import threading
@@ -26,16 +25,16 @@ from rl.graph import Graph
 from rl.records import Episode, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import sample_seed
+from rl.session_bodies import MOST_OF_NAME, NAME
 from rl.sessions import Session
 from rl.wires import Identity
 
 FLUSH_SECONDS = 5.0
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 DEFAULT = "default"
-MOST_OF_NAME = 150
-"""of a file: file systems have names of up to 255 bytes"""
 MOST_REQUESTS = 10_000
 """of a session"""
+MOST_UNWRITTEN = 4096
+"""sessions let go whose records could not be written yet"""
 
 
 class Sessions:
@@ -67,6 +66,8 @@ class Sessions:
         """digest of a key -> session: the time that it takes to look one up tells nothing about a key. Keys outlive sessions:
         who still has one must not get into another."""
         self._finished: set[str] = set()
+        self._unwritten: dict[str, Session] = {}
+        """by episode: let go, and their last record not written yet"""
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_often, name="sessions", daemon=True)
@@ -117,7 +118,7 @@ class Sessions:
         """
         with self._lock:
             name = fields.pop("id", None) or secrets.token_hex(8)
-            if name in self._sessions or name in self._finished or self._file(name).exists():
+            if name in self._sessions or name in self._finished or self._known(name):
                 raise ApiError(f"name: there is a session {name!r} already; choose another", status=409, param="name")
             self._make(name, fields)
             return name, self._new_key(name)
@@ -151,11 +152,26 @@ class Sessions:
     def finish(
         self, name: str, status: EpisodeStatus, rewards: Sequence[Reward] = (), reason: str = "finished"
     ) -> dict[str, Any]:
-        """Closes a session and writes its record; returns its counts."""
+        """Closes a session and writes its record; returns its counts.
+
+        A session stays, to be finished again, where its record cannot be written.
+
+        Raises:
+            ApiError: there is none of that name, or it has requests in flight.
+            OSError: it cannot be written.
+        """
         with self._lock:
             session = self.named(name)
-            self._end(name, status, rewards, reason)
+            session.finish(status, rewards, reason)
+            del self._sessions[name]
             self._finished.add(name)
+        try:
+            self._write(session)
+        except OSError:
+            with self._lock:
+                self._finished.remove(name)
+                self._sessions[name] = session
+            raise
         return session.counts()
 
     def close(self) -> None:
@@ -167,7 +183,11 @@ class Sessions:
     def flush(self) -> None:
         """Writes what has changed."""
         with self._lock:
-            sessions = list(self._sessions.values())
+            sessions, ended = list(self._sessions.values()), list(self._unwritten.items())
+        for episode, session in ended:
+            self._write(session)
+            with self._lock:
+                self._unwritten.pop(episode, None)
         for session in sessions:
             if session.changed:
                 self._write(session)
@@ -178,8 +198,10 @@ class Sessions:
             if oldest is None:
                 raise ApiError(f"{self.most} sessions have requests in flight; try again later", status=429)
             self._let_go(oldest)
+        if len(self._unwritten) >= MOST_UNWRITTEN:
+            raise ApiError(f"the records of {len(self._unwritten)} sessions are not written yet; try again later", status=503)
         number, own = 1, name
-        while self._file(own).exists():
+        while self._known(own):
             number += 1
             own = f"{name}~{number}"
         self._sessions[name] = self._session(own, {"group_id": name} | fields)
@@ -196,14 +218,16 @@ class Sessions:
         )
 
     def _let_go(self, name: str) -> None:
-        self._end(name, "completed", (), "idle")
-
-    def _end(self, name: str, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
-        """A session stays, to be ended again, where its record cannot be written. ApiError: it has requests in flight."""
+        """Closes a session; the writer writes it. ApiError: it has requests in flight."""
         session = self._sessions[name]
-        session.finish(status, rewards, reason)
-        self._write(session)
+        session.finish("completed", (), "idle")
         del self._sessions[name]
+        if self.folder is not None:
+            self._unwritten[session.graph.episode.id] = session
+
+    def _known(self, episode: str) -> bool:
+        """Whether there is a record of that name, or will be one."""
+        return episode in self._unwritten or self._file(episode).exists()
 
     def _file(self, episode: str) -> Path:
         name = quote(episode, safe="")  # of a client's own header, it may be anything that can be printed
@@ -235,67 +259,3 @@ class Sessions:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def open_body(raw: bytes) -> dict[str, Any]:
-    """Fields of an Episode from the body of POST /sessions: {"name", "env", "key", "group", "seed"}, all optional."""
-    body = _object(raw)
-    fields: dict[str, Any] = {}
-    for name, field, kind in (
-        ("name", "id", str),
-        ("env", "env", str),
-        ("key", "key", int),
-        ("group", "group_id", str),
-        ("seed", "seed", int),
-    ):
-        if name in body:
-            value = body.pop(name)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise ApiError(f"{name}: must be {'text' if kind is str else 'a whole number'}, got {value!r}", param=name)
-            if isinstance(value, str):
-                _check_text(name, value)
-            if isinstance(value, int) and not 0 <= value < 2**32:
-                raise ApiError(f"{name}: must be in [0, 2^32), got {value}", param=name)
-            fields[field] = value
-    if "id" in fields and not NAME.fullmatch(fields["id"]):
-        raise ApiError(f"name: {fields['id']!r} must match {NAME.pattern}", param="name")
-    if body:
-        raise ApiError(f"{min(body)}: this field is not supported; leave it out", param=min(body))
-    return fields
-
-
-def finish_body(raw: bytes) -> list[Reward]:
-    """Rewards from the body of POST /sessions/NAME/finish: {"rewards": [{"name", "score", "weight"}, ...]}."""
-    body = _object(raw)
-    given = body.pop("rewards", [])
-    if body:
-        raise ApiError(f"{min(body)}: this field is not supported; leave it out", param=min(body))
-    rewards = []
-    for i, item in enumerate(given if isinstance(given, list) else [None]):
-        param = f"rewards.{i}"
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or set(item) - {"name", "score", "weight"}:
-            raise ApiError(f'{param}: must be {{"name": text, "score": number or null, "weight": number}}', param=param)
-        _check_text(f"{param}.name", item["name"])
-        numbers = [item.get("score"), item.get("weight", 1.0)]
-        if any(isinstance(x, bool) or not isinstance(x, int | float | None) for x in numbers) or numbers[1] is None:
-            raise ApiError(f"{param}: score and weight are numbers", param=param)
-        try:
-            rewards.append(Reward(item["name"], numbers[0] if numbers[0] is None else float(numbers[0]), float(numbers[1])))
-        except (ValueError, OverflowError) as error:
-            raise ApiError(f"{param}.{error}", param=param) from None
-    return rewards
-
-
-def _check_text(name: str, value: str) -> None:
-    if len(value) > MOST_OF_NAME or not value.isprintable():  # half of a surrogate pair cannot be printed, nor written down
-        raise ApiError(f"{name}: has at most {MOST_OF_NAME} characters, and none that cannot be printed", param=name)
-
-
-def _object(raw: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(raw or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"body: is no JSON ({error})") from None
-    if not isinstance(body, dict):
-        raise ApiError("body: must be an object")
-    return body

@@ -33,7 +33,8 @@ from inference.protocol import Limits
 from inference.reply import error_response, read_body, while_wanted
 from rl import wire_chat, wire_messages, wire_responses
 from rl.identity import identity
-from rl.registry import DEFAULT, NAME
+from rl.registry import DEFAULT
+from rl.session_bodies import NAME
 from rl.wires import Wire
 
 WIRES: dict[str, Wire] = {wire.path: wire for wire in (wire_chat.WIRE, wire_responses.WIRE, wire_messages.WIRE)}
@@ -175,7 +176,7 @@ class Relayed(Response):
         finally:
             try:
                 if self._upstream.method == "POST":
-                    self._relay.record(self._session, self._line())
+                    await asyncio.to_thread(self._record)  # others do not wait for the disk
             finally:
                 self._relay.active -= 1
 
@@ -222,8 +223,8 @@ class Relayed(Response):
             await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
             await send({"type": "http.response.body", "body": response.body})
 
-    def _line(self) -> Json:
-        return {
+    def _record(self) -> None:
+        line = {
             "time": time.time(),
             "session": self._session,
             "path": self._path,
@@ -232,6 +233,7 @@ class Relayed(Response):
             "answer": _json_or_text(bytes(self._came)),
             "whole": self._whole,
         }
+        self._relay.record(self._session, line)
 
 
 def _json_or_text(data: bytes) -> Any:

@@ -26,11 +26,11 @@ from inference.types import Completion, FinishReason, Request, SamplingParams, T
 from rl.environments import Reward
 from rl.graph import Graph
 from rl.histories import Histories
-from rl.messages import CallKind, Message, Tool, canonical
+from rl.messages import CallKind, Message, Piece, Tool, canonical, message_of
 from rl.records import Call, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import sample_seed
-from rl.wires import ContextOverflow, Identity, Turn, new_name
+from rl.wires import Identity, PromptTooLong, Turn, new_name
 
 MOST_CALLS = 1000
 """agents and auxiliary requests of a session"""
@@ -94,17 +94,14 @@ class Session:
         """call -> what was sampled last in it"""
         self._prompts: set[tuple[int, int]] = set()
         """(call, node) that were asked for: again, they are no break"""
-        self._running: set[str] = set()
+        self.running: dict[str, Asked] = {}
+        """by name: requests whose answers are on their way"""
+        self._left = False
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self.used = time.monotonic()
         self.changed = False
         """since it was last written"""
-
-    @property
-    def running(self) -> int:
-        """Requests whose answers are on their way."""
-        return len(self._running)
 
     def ask(self, turn: Turn, who: Identity) -> tuple[Asked, bool]:
         """What the engine is to be given for a turn, and whether it is: not where the same request has brought it there before.
@@ -114,7 +111,7 @@ class Session:
             ValueError: the renderer has no form for a message.
         """
         with self._lock:
-            if self.graph.episode.status != "running":  # who has found the session may come after its end
+            if self._left or self.graph.episode.status != "running":  # who has found the session may come after its end
                 raise ApiError(f"session: {self.graph.episode.id!r} is finished; open another", status=409)
             self._note(*turn.notes)
             params = self._sampling(turn)
@@ -128,7 +125,7 @@ class Session:
                 raise ApiError(f"the episode may ask {self.max_asked} times (environment.max_turns)", status=403)
             ids = prompt.ids
             if len(ids) + 1 > self.max_context:
-                raise ContextOverflow(len(ids), self.max_context)
+                raise PromptTooLong(len(ids), self.max_context)
             self.asked += 1
             call = self._call(who, turn.kind, params.temperature > 0)
             node = self.graph.extend(ids, messages=prompt.new, call=call)
@@ -156,14 +153,25 @@ class Session:
                 turn.tools,
             )
             self._answers[key] = asked
-            self._running.add(name)
+            self.running[name] = asked
             self.changed = True
             return asked, True
 
-    def commit(self, asked: Asked, completion: Completion) -> Message:
-        """Records what was sampled, and returns it as a message."""
+    def commit(self, asked: Asked, completion: Completion, read: Sequence[Piece] | None = None) -> Message:
+        """Records what was sampled, and returns it as a message.
+
+        Args:
+            read: all of it, as the renderer's reader has it; None: it is read here.
+
+        Raises:
+            ApiError: by older weights than what it goes on from: the engine has gone back. It is not recorded.
+        """
         with self._lock:
-            message = self.renderer.parse(completion.ids.tolist(), f"call_{asked.name}", asked.tools)
+            if (back := self._gone_back(asked, [completion])) is not None:
+                raise ApiError(f"session: {back}; open another session", status=409)
+            name = f"call_{asked.name}"
+            known = None if read is None else message_of(read, name)
+            message = known or self.renderer.parse(completion.ids.tolist(), name, asked.tools)
             shown, stop = StopStrings(asked.request.params.stop).add(message["content"])
             if stop is not None:  # the client is not shown it, and so does not send it back
                 message["content"] = shown
@@ -171,7 +179,7 @@ class Session:
             self.graph.supersede(node)
             self._histories.said(asked.conversation, message, node, asked.name)
             self._keys[node], self._last[asked.call] = asked.key, node
-            self._running.discard(asked.name)
+            del self.running[asked.name]
             self.changed = True
         asked.done.set_result(completion)
         return message
@@ -182,10 +190,12 @@ class Session:
             if self._answers.get(asked.key) is asked:
                 del self._answers[asked.key]
             try:
-                if parts and self.graph.episode.status == "running":  # a record that is closed is being read
+                if parts and (back := self._gone_back(asked, parts)) is not None:
+                    self._note(back)
+                elif parts and self.graph.episode.status == "running":  # a record that is closed is being read
                     self._keep(asked, parts)
             finally:  # whoever waits hears of it, also where the tokens are none that can be recorded
-                self._running.discard(asked.name)
+                del self.running[asked.name]
                 self.changed = True
                 said = f"the request that this one repeats has ended without an answer: {why}"
                 asked.done.set_exception(ApiError(said, status=503))
@@ -206,15 +216,20 @@ class Session:
     def settle(self, seconds: float = 30.0) -> None:
         """Waits until no answer is on its way. TimeoutError if that takes too long."""
         end = time.monotonic() + seconds
-        while self._running:
+        while self.running:
             if time.monotonic() > end:
-                raise TimeoutError(f"{len(self._running)} requests have not ended")
+                raise TimeoutError(f"{len(self.running)} requests have not ended")
             time.sleep(0.005)
+
+    def leave(self) -> None:
+        """Refuses what is asked from now on, as the episode is about to be closed."""
+        with self._lock:
+            self._left = True
 
     def finish(self, status: EpisodeStatus, rewards: Sequence[Reward], reason: str) -> None:
         """Closes the episode. ApiError where answers are on their way: they would be in no record."""
         with self._lock:
-            if self._running:
+            if self.running:
                 name = self.graph.episode.id
                 raise ApiError(f"session: {name!r} has requests in flight; finish it when they have ended", status=409)
             self.graph.finish(status, rewards=rewards, stop_reason=reason)
@@ -237,6 +252,13 @@ class Session:
                 "nodes": dict(Counter(node.status for node in nodes if node.kind == "sampled")),
                 "notes": list(self.notes),
             }
+
+    def _gone_back(self, asked: Asked, parts: Sequence[Tokens]) -> str | None:
+        """What to say of tokens by older weights than those before them: a record has versions in order."""
+        versions = [self.graph.newest(asked.node), *(version for part in parts for version in part.versions.tolist())]
+        if versions == sorted(versions):
+            return None
+        return f"the engine has gone back to version {versions[-1]}, and this conversation was sampled up to {max(versions)}"
 
     def _keep(self, asked: Asked, parts: Sequence[Tokens]) -> None:
         """Records what was sampled of an answer that is none."""

@@ -99,6 +99,7 @@ class Verifiers:
 
     def close(self) -> None:
         """Ends what verifiers serves, and the gateway."""
+        self._bridge.close()  # who waits gets an error, and ends
         if self._loop is not None:
             self._start(self._end()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)

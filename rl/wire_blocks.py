@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from inference.errors import ApiError
-from rl.wires import Block, BlockWriter, ContextOverflow, Event, Json, Turn, Usage
+from rl.wires import Block, BlockWriter, Event, Json, PromptTooLong, Turn, Usage
 
 ERRORS = {
     401: "authentication_error",
@@ -21,7 +21,7 @@ ERRORS = {
 def error_body(error: ApiError) -> Json:
     kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.message
-    if isinstance(error, ContextOverflow):
+    if isinstance(error, PromptTooLong):
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.most} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}}
 

@@ -22,7 +22,7 @@ Event = tuple[str, Json]
 RECORD = re.compile(r"tx[0-9a-f]{20}")
 
 
-class ContextOverflow(ApiError):
+class PromptTooLong(ApiError):
     """A prompt that does not fit; each dialect says it in the words at which its clients compact their history."""
 
     def __init__(self, prompt_tokens: int, most: int) -> None:

@@ -414,6 +414,29 @@ def test_time_is_over() -> None:
     assert not rollout.graph.branches()
 
 
+def test_time_is_over_for_what_an_agent_waits_for_too() -> None:
+    """Nobody will ever have the result; another episode of the batch ends as it would."""
+    never: Future[str] = Future()
+    closed: list[int] = []
+
+    def child(task: Task) -> Agent[str]:
+        try:
+            return (yield never)
+        finally:
+            closed.append(task.key)
+
+    def run(task: Task) -> Agent[Step]:
+        yield [Ask(messages=task.messages)]
+        if task.key == 0:
+            yield from parallel(child(task), child(task))
+        return finish(Reward("r", 1.0))
+
+    rollouts = play(engine_of(lambda call, prompt: "yes"), Playing(run), tasks=2, seconds=0.3)
+    assert [ended(rollout) for rollout in rollouts] == [("aborted", "timeout", None), ("completed", "stop", 1.0)]
+    assert closed == [0, 0] and rollouts[0].sampled_tokens == 4
+    never.set_result("late")  # of no consequence
+
+
 # ---- tools
 
 

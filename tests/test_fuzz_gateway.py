@@ -368,4 +368,4 @@ def check_alive(live: Live) -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "still there?"}]}
         assert client.post("/s/last/v1/chat/completions", json=body).status_code == 200
     assert live.door.active == 0 and len(live.sessions._sessions) <= MOST_SESSIONS
-    assert all(session.running == 0 for session in live.sessions._sessions.values())
+    assert all(not session.running for session in live.sessions._sessions.values())

@@ -382,6 +382,32 @@ def test_an_engine_elsewhere_gives_the_same_record(engine: Engine, tmp_path: Pat
     assert found[0] == found[1] and sum(node.kind == "sampled" for node in found[0]) >= 4
 
 
+def test_an_engine_elsewhere_that_has_gone_back(engine: Engine) -> None:
+    """It was started again with older weights: a conversation cannot go on in one record, and others can begin."""
+
+    def load(version: int) -> None:
+        engine.pause()
+        engine.load(engine.params, version, restart=True)
+        engine.resume()
+
+    load(3)
+    with running(make_door(engine, tokenizer_of(engine), "tiny", Limits(), None)) as (_, port):
+        remote = RemoteFront(f"http://127.0.0.1:{port}")
+        with serving(engine, PARAMS, front=remote) as live:
+            with httpx.Client(base_url=f"http://127.0.0.1:{live.port}", timeout=DEADLINE) as client:
+                for wire in WIRES:
+                    first = ask(client, wire, FIRST[wire], f"/s/{wire}")
+                    load(0)
+                    refused = post(client, f"/s/{wire}{WIRES[wire].path}", next_body(wire, first))
+                    assert refused.status_code == 409, refused.text
+                    assert "gone back to version 0, and this conversation was sampled up to 3" in refused.text
+                    counts = client.get(f"/sessions/{wire}").json()
+                    assert counts["requests"] == 2 and sum(counts["nodes"].values()) == 1
+                    ask(client, wire, FIRST[wire], f"/s/{wire}-anew")
+                    load(3)
+            live.wait(remote.close())
+
+
 @pytest.mark.slow
 def test_a_gateway_that_is_ended_writes_its_records(tmp_path: Path) -> None:
     """What runs is finished before."""

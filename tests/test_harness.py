@@ -113,7 +113,7 @@ for _ in range(3):
     ],
 )
 def test_programs_that_fail_have_no_reward(program: str, error: str) -> None:
-    [rollout], _ = play(harness(program, seconds=2.0), samples=1)
+    [rollout], _ = play(harness(program, seconds=2.0 if "sleep" in program else 30.0), samples=1)
     episode = rollout.graph.episode
     assert episode.status == "failed" and rollout.reward is None
     assert re.search(error, episode.error or "", re.S), episode.error

@@ -123,7 +123,7 @@ MISTAKES = {
     "few pages": (["engine.num_pages=4"], r"engine.num_pages: 4 pages of 8 tokens, one spare, cannot hold .*; raise it"),
     "positions": (
         ["engine.max_context=1024", "engine.context_buckets=(1024,)"],
-        r"engine.max_context: 1024 exceeds the .*512 positions.*; lower it",
+        r"engine.max_context: 1024 exceeds the .*512 positions; lower it",
     ),
     "rows not of 64": (["trainer.tokens_per_row=100"], r"layout: tokens \(100\) must be a multiple of 64"),
     "engine devices": (["engine.mesh.tensor=16"], r"engine.mesh: tensor=16 needs 16 devices, but there are 8; make"),

@@ -1,6 +1,7 @@
 """The relay: what clients ask reaches another server as it is, both sides are written down, and nothing of keys is."""
 
 import json
+import os
 import sys
 import threading
 import time
@@ -235,6 +236,23 @@ def test_a_stream_that_breaks_off_says_so(tmp_path: Path) -> None:
             next(stream)
         [line] = relay.lines()
     assert (line["status"], line["whole"], line["answer"]) == (200, False, first.decode())
+
+
+def test_a_disk_that_is_slow_holds_up_nobody(tmp_path: Path) -> None:
+    """Not even those whose own records wait for it: an answer is out before it is written down."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        send(handler, 200, {"content-type": "application/json"}, b"{}")
+
+    stuck = tmp_path / "relayed_stuck.jsonl"
+    os.mkfifo(stuck)  # who opens it to write waits until somebody reads
+    with behind(answer) as (url, _), relaying(url, tmp_path) as relay:
+        for name in ("stuck", "one", "two"):
+            assert relay.post(CHAT, {}, headers={"x-session": name}).status_code == 200
+        assert relay.relay.active >= 1
+        with stuck.open() as reading:
+            assert json.loads(reading.readline())["session"] == "stuck"
+        assert [len(relay.lines(name)) for name in ("one", "two")] == [1, 1]
 
 
 def test_shutting_down(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from rl.renderers import ChatML, Qwen3, Renderer
 from rl.sessions import Asked, Session
 from rl.wire_chat import WIRE as CHAT
 from rl.wire_responses import WIRE as RESPONSES
-from rl.wires import ContextOverflow, Identity, Turn
+from rl.wires import Identity, PromptTooLong, Turn
 from tests.merging import merging
 
 TOKENIZER = merging()
@@ -301,7 +301,7 @@ def test_whatever_clients_do(tmp_path_factory: pytest.TempPathFactory, script: l
         asked = [(agent, *world.ask(agent, step)) for agent in agents]
         for agent, request, wanted in reversed(asked):
             world.answer(agent, request, wanted, step)
-    assert world.session.running == 0
+    assert not world.session.running
     world.check(tmp_path_factory.mktemp("record"))
 
 
@@ -452,7 +452,7 @@ def test_call_trees() -> None:
 
 def test_limits() -> None:
     session = new_session(max_context=60)
-    with pytest.raises(ContextOverflow, match=r"60 tokens.*shorten") as refused:
+    with pytest.raises(PromptTooLong, match=r"60 tokens.*shorten") as refused:
         session.ask(turn([user("x" * 100)]), MAIN)
     assert refused.value.most == 60 < refused.value.prompt_tokens
     assert session.asked == 0 and not session.graph.nodes
@@ -473,6 +473,24 @@ def test_the_end_of_a_session() -> None:
     with pytest.raises(ApiError, match="is finished; open another"):
         session.ask(turn([user("more")]), MAIN)
     assert session.asked == 1
+
+
+def test_tokens_of_older_weights_do_not_follow_newer_ones() -> None:
+    """The engine has gone back: its answer is refused, what was sampled of one is noted, and another conversation begins."""
+    session = new_session()
+    first, _ = session.ask(turn([user("hi")]), MAIN)
+    completion = sampled(first, [*encode("ho"), END])
+    completion.versions[:] = 3
+    history = [user("hi"), session.commit(first, completion), user("and now")]
+    asked, _ = session.ask(turn(history), MAIN)
+    completion = sampled(asked, [*encode("ho"), END])
+    with pytest.raises(ApiError, match="gone back to version 0, and this conversation was sampled up to 3") as refused:
+        session.commit(asked, completion)
+    assert refused.value.status == 409
+    session.abandon(asked, [completion], "refused")
+    assert session.counts()["nodes"] == {"live": 1} and "gone back to version 0" in session.counts()["notes"][0]
+    answer(session, [user("another")], "ho")
+    assert session.counts()["nodes"] == {"live": 2} and not session.running
 
 
 def test_what_cannot_be_recorded_ends_all_the_same() -> None:

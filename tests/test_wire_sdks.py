@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 
 from rl.messages import Piece, meaning, message_of
-from rl.wires import ContextOverflow, Turn
+from rl.wires import PromptTooLong, Turn
 from tests.wire_clients import NAME
 from tests.wire_server import WireServer, serving
 
@@ -120,7 +120,7 @@ def test_cut_answers() -> None:
 
 
 def overflows(turn: Turn) -> list[Piece]:
-    raise ContextOverflow(300, 256)
+    raise PromptTooLong(300, 256)
 
 
 def test_a_prompt_that_does_not_fit() -> None:

@@ -13,7 +13,7 @@ from inference.types import SamplingParams
 from rl.identity import MAIN
 from rl.messages import Message, Piece, chain, meaning, message_of, tools_digest
 from rl.wire_messages import WIRE as MESSAGES
-from rl.wires import ContextOverflow, Identity, Turn
+from rl.wires import Identity, PromptTooLong, Turn
 from tests.wire_clients import FIRST, NAME, REWRITTEN, USAGE, WIRES, answer, next_body, put_together, read
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -441,7 +441,7 @@ def test_sampling_is_as_it_was_asked() -> None:
 
 
 def test_errors_in_each_dialect() -> None:
-    long = ContextOverflow(300, 256)
+    long = PromptTooLong(300, 256)
     assert WIRES["chat"].error(long)["error"]["code"] == WIRES["responses"].error(long)["error"]["code"] == long.code
     assert "maximum context length is 256 tokens" in WIRES["chat"].error(long)["error"]["message"]
     assert WIRES["messages"].error(long) == {

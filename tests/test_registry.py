@@ -1,0 +1,67 @@
+"""The sessions of a gateway and their files, where the disk is slow or fails."""
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.errors import ApiError
+from inference.types import SamplingParams
+from rl.columns import read
+from rl.registry import Sessions
+from rl.renderers import Qwen3
+from tests.test_sessions import END, MAIN, TOKENIZER, encode, sampled, turn, user
+
+DEADLINE = 20.0
+
+
+def registry(folder: Path, **options: Any) -> Sessions:
+    return Sessions(Qwen3(TOKENIZER), SamplingParams(max_tokens=100), max_context=10**6, folder=folder, **options)
+
+
+def say(sessions: Sessions, name: str) -> None:
+    session = sessions.named(name, make=True)
+    asked, _ = session.ask(turn([user(name)]), MAIN)
+    session.commit(asked, sampled(asked, [*encode(f"I am {name}"), END]))
+
+
+def test_who_asks_waits_for_no_disk(tmp_path: Path) -> None:
+    """While a finished session is being written, others go on; where that fails it stays, to be finished again."""
+    stuck = tmp_path / "session_a.parquet.new"
+    os.mkfifo(stuck)  # who opens it to write waits until somebody reads
+    with closing(registry(tmp_path)) as sessions, ThreadPoolExecutor(3) as threads:
+        say(sessions, "a")
+        finishing: Future[Any] = threads.submit(sessions.finish, "a", "completed")
+        name, _ = threads.submit(sessions.open, {"id": "b"}).result(DEADLINE)
+        threads.submit(say, sessions, "b").result(DEADLINE)
+        assert not finishing.done() and name == "b"
+        with pytest.raises(ApiError, match="'a' is finished"):
+            sessions.named("a", make=True)
+        reading = os.open(stuck, os.O_RDONLY)
+        with pytest.raises(OSError, match="Invalid argument"):  # a pipe is no file
+            finishing.result(DEADLINE)
+        os.close(reading)
+        stuck.unlink()
+        assert sessions.finish("a", "completed")["status"] == "completed"
+        with pytest.raises(ApiError, match="'a' is finished"):
+            sessions.finish("a", "completed")
+    assert {graph.episode.id: graph.episode.status for path in tmp_path.iterdir() for graph in read(path)} == {
+        "a": "completed",
+        "b": "running",
+    }
+
+
+def test_let_go_and_not_written_yet(tmp_path: Path) -> None:
+    """The name of a session whose record is still to come is taken: each record is there, once."""
+    with closing(registry(tmp_path, most=1)) as sessions:
+        for name in ("a", "b", "a", "b", "a"):
+            say(sessions, name)
+        with pytest.raises(ApiError, match="there is a session 'b'"):
+            sessions.open({"id": "b"})
+    written = [graph for path in sorted(tmp_path.iterdir()) for graph in read(path)]
+    assert [graph.episode.id for graph in written] == ["a", "a~2", "a~3", "b", "b~2"]
+    assert [len(graph.branches()) for graph in written] == [1] * 5
+    assert [graph.episode.stop_reason for graph in written] == ["idle", "idle", None, "idle", "idle"]
