@@ -130,7 +130,8 @@ def show(result: dict[str, Any]) -> None:
             for column in columns:
                 cells = [_text(cells[column]) for cells in result[mode].values()]
                 print("".join([f"{column + '*' * (column in NOT_PROMISED):28}", *(f"{text:>18}" for text in cells)]))
-    print("\n".join(f"* {column}: not promised, as {reason}" for column, reason in result["not_promised"].items()))
+            for column in sorted(columns.keys() & NOT_PROMISED.keys()):
+                print(f"* {column}: not promised, as {NOT_PROMISED[column]}")
     for name, distances in result.get("gradients", {}).items():
         for column, far in distances.items():
             print(f"{name}, {column}: loss off by {far['loss']:.1e}, gradient by {far['gradient']:.1e} of its norm")
