@@ -1,11 +1,15 @@
 """When numerics are exact, and who refuses: `model.numerics` of a run."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models.config import ModelConfig
+from models.invariance import check
+from models.numerics import Numerics, tile_rows
 from sharding.rules import Rules
 from sharding.shards import Shards
 
@@ -40,4 +44,10 @@ def _unpromised(model: ModelConfig, dtype: np.dtype, mesh: Mesh, rules: Rules, s
         split = [dim for dim in rules.table if dim != "experts" and (shards.kept(dim) or (dim == "vocab" and shards.axes(dim)))]
     if split:
         reasons.append(f"{side}.rules split {', '.join(split)} over devices, so sums are made of parts")
-    return reasons
+    return reasons or list(_moved(model, Numerics(dtype, rows=tile_rows(dtype))))
+
+
+@functools.cache
+def _moved(model: ModelConfig, numerics: Numerics) -> tuple[str, ...]:
+    """Once a process, as both sides ask."""
+    return tuple(check(model, numerics))

@@ -22,7 +22,7 @@ stand between terms (measured on CPU, jax 0.10.2 and 0.12; with fewer columns th
 
 MOST_ROWS, ROWS = 256, (2, 33)
 """what a machine's bits are checked with: rows of a whole, and of its parts (all products that moved did at one of these)"""
-TILE = 16
+TILE_ROWS = 16
 """rows of a product where their number would matter: decode has few, and more in a tile are little faster (measured)"""
 PROBED = ((64, 264), (576, 192), (1536, 576))
 """products that other paths of XLA-CPU compute with bits that depend on the rows (measured)"""
@@ -67,7 +67,7 @@ class Numerics:
 
 
 def tile_rows(dtype: DTypeLike) -> int:
-    """`Numerics.rows` for exact numerics on this process's devices: 0 or TILE. Found by running products, once a process."""
+    """`Numerics.rows` for exact numerics on this process's devices: 0 or TILE_ROWS, found by running products."""
     return _tile_rows(np.dtype(dtype), jax.default_backend())
 
 
@@ -83,7 +83,7 @@ def _tile_rows(dtype: np.dtype, platform: str) -> int:
     for n in ROWS:
         some = jax.device_get(run([x[:n] for x in xs], weights))
         if any((part != all_[:n]).any() for part, all_ in zip(some, whole, strict=True)):
-            return TILE
+            return TILE_ROWS
     return 0
 
 
