@@ -78,7 +78,7 @@ def probabilities(config: MoEConfig, logits: jax.Array, of: jax.Array) -> jax.Ar
 
 
 def _exp_from(x: jax.Array, top: jax.Array) -> jax.Array:
-    """`exp_from` of few columns `[T, k]`: filled up to whole vectors, as jax 0.12 computes what is left over behind the last one
+    """`exp_from` of few columns `[T, k]`: filled up to whole vectors, as jax 0.12 computes what is left over behind the last
     as single values, with other bits (measured: 1 of 2,044)."""
     k = x.shape[1]
     filled = jnp.pad(x, ((0, 0), (0, -k % LANES)), constant_values=-jnp.inf)
