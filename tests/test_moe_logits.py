@@ -18,6 +18,7 @@ from models.attention import ForestContext
 from models.config import ModelConfig, MoEConfig
 from models.hf import load_hf
 from models.hf_config import read_config
+from models.numerics import Numerics
 from models.transformer import ALONE, Block, Definition
 from rl.forest import Branch, Forest, Layout, pack
 from rl.forward import forest_specs
@@ -176,7 +177,7 @@ def test_deepseeks_experts(groups: int, per_token: int, renormalise: bool) -> No
 
 def experts_of(model: ModelConfig, params: dict[str, np.ndarray]) -> Any:
     """The layer over these weights; every weight must be given."""
-    module = Block(model, jnp.float32).moe
+    module = Block(model, Numerics(jnp.float32)).moe
     assert {path[0] for path in nnx.to_flat_state(nnx.state(module)).paths} == params.keys()
     nnx.update(module, nnx.from_flat_state([((name,), nnx.Param(jnp.asarray(value))) for name, value in params.items()]))
     return lambda x: module(x, None, None, ALONE, ALONE)
