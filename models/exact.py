@@ -59,8 +59,8 @@ def _unpromised(model: ModelConfig, dtype: np.dtype, mesh: Mesh, rules: Rules, s
 
 
 def _in_parts(shards: Shards, dim: str, depth_first: bool) -> bool:
-    """Whether a trainer adds up parts of sums over this dim. Most weights are whole where they are used, and to split experts all
-    of a token's parts travel back, unless every device has all tokens."""
+    """Whether a trainer adds up parts of sums over this dim. Most weights are whole where they are used; where experts are
+    split, a token's parts all travel back to it, unless every device has all tokens."""
     if dim == "experts" and not depth_first and set(shards.kept(dim)) <= set(shards.rows):
         return False
     return bool(shards.kept(dim) or (dim == "vocab" and shards.axes(dim)))
