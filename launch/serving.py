@@ -42,6 +42,8 @@ from sharding.rules import Rules
 DTYPE = jnp.bfloat16
 FAST = "fast"
 """not a peer: our own with fast numerics, so that the ratio is what exact ones cost"""
+IN_TURNS = 4
+"""rounds of each then"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,16 +71,15 @@ def serve(arguments: argparse.Namespace) -> dict[str, Any]:
     if fast:
         fast.warm_up()
     with CompileCounter() as compiles:
-        rounds, peer = [play(engine, load)], None
-        if fast:
-            theirs = []
-            for _ in range(3):  # in turns: the difference is small
-                theirs.append(play(fast, load))
-                rounds.append(play(engine, load))
+        peer = None
+        if fast:  # in turns, as the difference is small
+            rounds, theirs = zip(*((play(engine, load), play(fast, load)) for _ in range(IN_TURNS)), strict=True)
             peer = numbers(min(theirs, key=lambda played: played.wall_s), load)
-        elif against:
-            peer = run_peer("serve", against, directory, load=arguments.load, scale=arguments.requests_scale)
-        rounds.append(play(engine, load))
+        else:
+            rounds = [play(engine, load)]
+            if against:
+                peer = run_peer("serve", against, directory, load=arguments.load, scale=arguments.requests_scale)
+            rounds.append(play(engine, load))
     best = min(rounds, key=lambda played: played.wall_s)
     warn(best.other_cpus, "during our round")
     sizes = LOADS[arguments.load][arguments.requests_scale]

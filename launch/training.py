@@ -17,7 +17,7 @@ import numpy as np
 from launch.loads import make_rows
 from launch.peers import LEARNING_RATE, PEERS, check_installed, run_peer
 from launch.quiet import Others, peak_bytes, warn
-from launch.serving import DTYPE, FAST, best_flops_per_s
+from launch.serving import DTYPE, FAST, IN_TURNS, best_flops_per_s
 from models.compiles import CompileCounter
 from models.config import ModelConfig
 from models.flops import forward_flops
@@ -70,18 +70,17 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         fast.warm_up()
         fast.train(samples)
     with CompileCounter() as compiles:
-        steps = [step(trainer, samples)]
         most, peer = peak_bytes(), None
-        if fast:
-            theirs = []
-            for _ in range(3):  # in turns: the difference is small
-                theirs.append(step(fast, samples))
-                steps.append(step(trainer, samples))
+        if fast:  # in turns, as the difference is small
+            steps, theirs = zip(*((step(trainer, samples), step(fast, samples)) for _ in range(IN_TURNS)), strict=True)
             fast_s, fast_others = min(theirs, key=lambda timed: timed[0])
             peer = {"tokens_per_s": sizes["rows"] * sizes["length"] / fast_s, "other_cpus": fast_others}
-        elif against:
-            peer = run_peer("train", against, directory, **sizes)
-        steps.append(step(trainer, samples))
+        else:
+            steps = [step(trainer, samples)]
+            most = peak_bytes()
+            if against:
+                peer = run_peer("train", against, directory, **sizes)
+            steps.append(step(trainer, samples))
     wall_s, other_cpus = min(steps, key=lambda timed: timed[0])
     warn(other_cpus, "during our step")
     best = best_flops_per_s()
