@@ -158,7 +158,7 @@ class Sessions:
 
         Raises:
             ApiError: there is none of that name, or it has requests in flight.
-            OSError: it cannot be written.
+            OSError, ValueError, OverflowError: it cannot be written.
         """
         with self._lock:
             session = self.named(name)
@@ -167,7 +167,7 @@ class Sessions:
             self._finished.add(name)
         try:
             self._write(session)
-        except OSError:
+        except BaseException:  # whatever it is, nobody else has the record
             with self._lock:
                 self._finished.remove(name)
                 self._sessions[name] = session

@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,17 @@ def test_let_go_and_not_written_yet(tmp_path: Path) -> None:
     assert [graph.episode.id for graph in written] == ["a", "a~2", "a~3", "b", "b~2"]
     assert [len(graph.branches()) for graph in written] == [1] * 5
     assert [graph.episode.stop_reason for graph in written] == ["idle", "idle", None, "idle", "idle"]
+
+
+def test_a_record_that_is_none_is_not_lost(tmp_path: Path) -> None:
+    """It cannot be written, and no disk is to blame: the session stays, to be finished again."""
+    with closing(registry(tmp_path)) as sessions:
+        sessions.open({"id": "a", "key": 2**70})
+        say(sessions, "a")
+        session = sessions.named("a")
+        with pytest.raises(OverflowError):
+            sessions.finish("a", "completed")
+        session.graph.episode = replace(session.graph.episode, key=1)
+        assert sessions.finish("a", "completed")["samples"] == 1
+    [graph] = read(tmp_path / "session_a.parquet")
+    assert graph.episode.status == "completed" and graph.episode.key == 1
