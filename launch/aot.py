@@ -105,7 +105,7 @@ def train(config: RunConfig, devices: list[Any]) -> dict[str, Any]:
     model = model_shape(config.model.source, config.model.shape)
     objective = section.objective()
     mesh, rules, dtype = make_mesh(section.mesh, devices), Rules(dict(section.rules)), jnp.dtype(config.model.dtype)
-    exact = is_exact(config.model.numerics, model, dtype, mesh, rules, "trainer")
+    exact = is_exact(config.model.numerics, model, dtype, mesh, rules, "trainer", section.depth_first)
     value_head = objective.readout == "value"
     definition = Definition(model, dtype, stacked=True, remat=section.remat, value_head=value_head, exact=exact)
     optimizer = pick(OptimizerConfig, section)

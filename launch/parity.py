@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from inference.types import Completion
-from launch.parity_engine import COMPANIES, Case, Sizes, alone, batched, drafted, make_engine, prefilled
+from launch.parity_engine import COMPANIES, DEVICES, Case, Sizes, alone, batched, drafted, make_engine, prefilled
 from launch.parity_trainer import PACKED, distance, gradient, layouts, read, samples_of
 from models.config import ModelConfig, MoEConfig
 from models.hf import load_hf, resolve
@@ -62,11 +62,19 @@ MODELS = {
 }
 PROMPTS = ((150, 0), (150, 0), (150, 40), (70, 60), (0, 33), (0, 1), (0, 65), (0, 130), (0, 280), (0, 200))
 REAL = ((100, 0), (100, 20), (60, 70), (0, 1), (0, 150), (0, 33))
-FEW: dict[str, Any] = {"slots": 8, "rows": (4,), "engine_axes": ()}
 SIZES = {
     "full": Sizes(prompts=PROMPTS, sampled=24, context=384, slots=16, gradients=True),
-    "small": Sizes(prompts=PROMPTS, sampled=16, context=384, trainer_axes=("data", "fsdp"), **FEW),
-    "real": Sizes(prompts=REAL, sampled=20, context=256, trainer_axes=("fsdp",), **FEW),  # along data each has all weights
+    "small": Sizes(
+        prompts=PROMPTS,
+        sampled=16,
+        context=384,
+        slots=8,
+        engine_axes=("data",),
+        trainer_axes=("data", "fsdp", "context", "expert"),
+    ),
+    "real": Sizes(
+        prompts=REAL, sampled=20, context=256, slots=8, rows=(4,), engine_axes=(), trainer_axes=("fsdp",)
+    ),  # along data every device has all weights
 }
 
 
@@ -125,10 +133,10 @@ def show(result: dict[str, Any]) -> None:
     """The matrices as text: a line for each company and layout, a column for each model."""
     for mode in ("exact", "fast"):
         if mode in result:
-            columns = next(iter(result[mode].values()))
+            columns = dict.fromkeys(column for cells in result[mode].values() for column in cells)
             print("".join([f"{mode:28}", *(f"{name:>18}" for name in result[mode])]))
             for column in columns:
-                cells = [_text(cells[column]) for cells in result[mode].values()]
+                cells = [_text(cells.get(column)) for cells in result[mode].values()]
                 print("".join([f"{column + '*' * (column in NOT_PROMISED):28}", *(f"{text:>18}" for text in cells)]))
             for column in sorted(columns.keys() & NOT_PROMISED.keys()):
                 print(f"* {column}: not promised, as {NOT_PROMISED[column]}")
@@ -138,7 +146,9 @@ def show(result: dict[str, Any]) -> None:
     print("ok" if result["ok"] else "not ok")
 
 
-def _text(cell: Cell) -> str:
+def _text(cell: Cell | None) -> str:
+    if cell is None:
+        return "-"
     return f"{cell['max_abs_gap']:.2g}" + (f", {cell['parted']} parted" if cell["parted"] else "")
 
 
@@ -178,7 +188,7 @@ def row(name: str, case: Case) -> tuple[dict[str, Cell], dict[str, dict[str, flo
     del engine
     for axis in sizes.engine_axes:
         completions = batched(make_engine(case, axis), requests)
-        tell(f"engine, {axis} {2 if axis == 'tensor' else 8}", compared(known, completions))
+        tell(f"engine, {axis} {DEVICES[axis]}", compared(known, completions))
     samples, gradients = samples_of(case, known), {}
     for column, make in layouts(case).items():
         trainer = make()

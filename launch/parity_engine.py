@@ -28,6 +28,10 @@ DRAFTS = range(2, 9)
 """new positions of a sequence that one extend scores"""
 
 
+DEVICES = {"data": 8, "fsdp": 8, "context": 2, "expert": 2, "tensor": 2}
+"""rows are split along data, fsdp and expert, a row's tokens along context, weights along fsdp, expert and tensor"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     prompts: tuple[tuple[int, int], ...]
@@ -39,7 +43,7 @@ class Sizes:
     """of micro-batches, besides those of one row"""
     engine_axes: tuple[str, ...] = ("data", "tensor")
     """what engines are split over"""
-    trainer_axes: tuple[str, ...] = ("data", "fsdp", "tensor")
+    trainer_axes: tuple[str, ...] = ("data", "fsdp", "context", "expert", "tensor")
     gradients: bool = False
 
 
@@ -73,12 +77,12 @@ class Case:
         return {name: jax.device_put(x, shardings[name]) for name, x in self.masters.items()}
 
     def mesh(self, axis: str) -> tuple[Mesh, Rules]:
-        """Eight devices along data or fsdp, where rows are split and, along fsdp, weights; two along tensor; else one."""
-        if axis == "tensor":
-            return make_mesh({"tensor": 2}, jax.devices()[:2]), Rules(self._split())
-        if axis:
-            return make_mesh({axis: 8}, jax.devices()[:8]), Rules({"embed": axis} if axis == "fsdp" else {})
-        return make_mesh({"data": 1}, jax.devices()[:1]), Rules()
+        """Devices along an axis, as many as DEVICES says; one without."""
+        rules: dict[str, Axes] = {"fsdp": {"embed": "fsdp"}, "expert": {"experts": "expert"}, "tensor": self._split()}.get(
+            axis, {}
+        )
+        count = DEVICES.get(axis, 1)
+        return make_mesh({axis or "data": count}, jax.devices()[:count]), Rules(rules)
 
     def _split(self) -> dict[str, Axes]:
         """What two devices can share."""

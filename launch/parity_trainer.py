@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from inference.types import Completion
-from launch.parity_engine import Case
+from launch.parity_engine import DEVICES, Case
 from models.attention import KEY_BLOCK
 from models.routes import not_recorded
 from rl.batch import Sample
@@ -15,6 +15,7 @@ from rl.forest import QUERY_BLOCK, Layout
 from rl.objective import Objective
 from rl.optimizer import OptimizerConfig
 from rl.trainer import Trainer
+from sharding.shards import ROWS
 
 PACKED = "engine vs trainer packed"
 Gradient = tuple[float, dict[str, np.ndarray]]
@@ -55,6 +56,7 @@ def make_trainer(case: Case, axis: str = "", rows: int = 1, walks: bool = False)
             branches=-(-len(sizes.prompts) // 8) * 8,
             length=sizes.sampled,
             path=longest if walks else 0,
+            shards=DEVICES[axis] if axis == "context" else 1,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         objective=Objective(loss="grpo"),
@@ -94,5 +96,7 @@ def layouts(case: Case) -> dict[str, Callable[[], Trainer]]:
     made: dict[str, Callable[[], Trainer]] = {PACKED: make, "trainer depth-first": partial(make, walks=True)}
     made |= {f"micro-batch of {rows} rows": partial(make, rows=rows) for rows in case.sizes.rows}
     for axis in case.sizes.trainer_axes:
-        made[f"trainer, {axis} {2 if axis == 'tensor' else 8}"] = partial(make, axis, rows=1 if axis == "tensor" else 8)
+        if axis != "expert" or case.model.moe is not None:
+            rows = DEVICES[axis] if axis in ROWS else 1
+            made[f"trainer, {axis} {DEVICES[axis]}"] = partial(make, axis, rows=rows)
     return made

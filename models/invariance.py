@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import KEY_BLOCK, attend_blocks
+from models.attention import KEY_BLOCK, Ragged, attend_blocks, attend_lists
 from models.config import ModelConfig
 from models.layers import gated, rope_tables, rotate
 from models.logprobs import log_prob
 from models.moe import of_assignments
-from models.numerics import MOST_ROWS, ROWS, Numerics, rms_norm
+from models.numerics import COLUMNS, MOST_ROWS, ROWS, Numerics, rms_norm
 
 VOCAB = 8192
 EXPERTS = 4
@@ -84,6 +84,8 @@ def _primitives(config: ModelConfig, numerics: Numerics) -> dict[str, _Primitive
     found["log-softmax"] = _Primitive(V, (), drawn)
     if config.moe is not None:
         found["experts"] = _experts(config, numerics)
+        columns = config.moe.num_experts
+        found["router"] = _product("td,df->tf", numerics, D, columns + -columns % COLUMNS)
     return found
 
 
@@ -123,7 +125,7 @@ def _moved_by_rows(config: ModelConfig, numerics: Numerics) -> list[str]:
 
 
 def _moved_in_attention(config: ModelConfig, numerics: Numerics) -> list[str]:
-    """Few queries, few sequences, padding, and keys in other places of their block."""
+    """Few queries, few sequences, padding, lists as the engine has them, and keys in other places of their block."""
     G, h, K = config.num_heads // config.num_kv_heads, config.head_dim, min(config.num_kv_heads, 2)
     N, Q, C, seen = 3, 64, 2 * KEY_BLOCK, 40
     q, k, v = _normal(0, N, Q, K * G, h), _normal(1, K, N, C, h), _normal(2, K, N, C, h)
@@ -140,6 +142,12 @@ def _moved_in_attention(config: ModelConfig, numerics: Numerics) -> list[str]:
     few = attend(q, keys, values, first[..., :KEY_BLOCK])
     if _differ(few, attend(q, k, v, first)):
         found.append(f"attention, head dim {h}: padding moves it")
+    # The engine's lists: every sequence's one key block, and of its queries all or the last.
+    blocks = Ragged(owner=np.arange(N), index=np.arange(N)[:, None])
+    listed = jax.jit(partial(attend_lists, lists=blocks, numerics=numerics))
+    for n in (1, Q):
+        if _differ(listed(q[:, -n:], keys.swapaxes(0, 1), values.swapaxes(0, 1), first[:, -n:, :KEY_BLOCK]), few[:, -n:]):
+            found.append(f"attention, head dim {h}: {n} queries over pages are not those over a row")
     places = np.sort(np.random.default_rng(3).permutation(KEY_BLOCK)[:seen])
     k[:, :, places], v[:, :, places] = k[:, :, :seen].copy(), v[:, :, :seen].copy()
     if _differ(few, attend(q, k, v, np.isin(np.arange(C), places) & np.ones_like(first))):

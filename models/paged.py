@@ -63,8 +63,6 @@ class Abilities:
     platforms: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
-    exact: bool
-    """a token's bits do not depend on its company, and are the trainer's (models/README.md)"""
 
     def lacks(self, need: Need) -> list[str]:
         dtype, head_dim = need.numerics.dtype.name, need.model.head_dim
@@ -109,7 +107,7 @@ class Gather:
     """Plain XLA (`models/gather.py`)."""
 
     name = "gather"
-    abilities = Abilities(exact=True)
+    abilities = Abilities()
 
     def __init__(self, need: Need):
         self._need = need
@@ -138,7 +136,7 @@ class RaggedKernel:
     """
 
     name = "ragged"
-    abilities = Abilities(platforms=("tpu",), dtypes=("bfloat16",), head_dims=(128,), exact=False)
+    abilities = Abilities(platforms=("tpu",), dtypes=("bfloat16",), head_dims=(128,))
 
     def __init__(self, need: Need):
         self._need = need

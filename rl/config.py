@@ -63,8 +63,8 @@ class ModelSection:
     dtype: str = "bfloat16"
     """published dtype: what both engines compute with (float32 for oracles)"""
     numerics: str = "auto"
-    """exact: the trainer's log-probs have the sampler's bits, or the run is refused; fast: sums in the compiler's order; auto:
-    exact on CPUs, as far as it goes there, and fast elsewhere (models/README.md)"""
+    """exact: log-probs of the trainer's own version have the sampler's bits, or the run is refused; fast: sums in the
+    compiler's order; auto: exact on CPUs, as far as it goes there, and fast elsewhere (models/README.md)"""
 
     def __post_init__(self) -> None:
         if self.numerics not in MODES:

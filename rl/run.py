@@ -227,7 +227,7 @@ def make_trainer(config: RunConfig, model: ModelConfig, source: Path | None, *, 
         mesh=mesh,
         rules=rules,
         router=pick(RouterConfig, section),
-        exact=is_exact(config.model.numerics, model, dtype, mesh, rules, "trainer"),
+        exact=is_exact(config.model.numerics, model, dtype, mesh, rules, "trainer", section.depth_first),
     )
     if not critic and ("reference_logp" in objective.needs or config.advantages.kl_coef):
         trainer.freeze_reference()

@@ -25,8 +25,14 @@ MODEL = ModelConfig(
 BF16 = np.dtype(jnp.bfloat16)
 
 
-def asked(mode: str, mesh: dict[str, int], side: str, dtype: Any = BF16, **rules: Axes) -> bool:
-    return is_exact(mode, MODEL, dtype, make_mesh(mesh), Rules(rules), side)
+EXPERTS = ModelConfig(
+    **{**vars(MODEL), "family": "qwen3_moe", "moe": MoEConfig(num_experts=6, experts_per_token=2, ffn_dim=32)}
+)
+
+
+def asked(mode: str, mesh: dict[str, int], side: str, dtype: Any = BF16, walks: Any = False, **rules: Any) -> bool:
+    model = EXPERTS if "experts" in rules else MODEL
+    return is_exact(mode, model, dtype, make_mesh(mesh), Rules(rules), side, walks)
 
 
 def test_modes() -> None:
@@ -45,13 +51,16 @@ def test_modes() -> None:
         ({"fsdp": 8}, "trainer", {"embed": "fsdp"}, True),
         ({"data": 2, "fsdp": 4}, "trainer", {"embed": "fsdp", "ffn": "fsdp"}, True),
         ({"expert": 2}, "trainer", {"experts": "expert"}, True),
+        ({"context": 2}, "trainer", {}, True),
         ({"data": 8}, "engine", {}, True),
+        ({"tensor": 4}, "engine", {"experts": "tensor"}, True),  # 6 experts stay whole
         ({"tensor": 1}, "engine", {"heads": "tensor", "kv_heads": "tensor"}, True),
         ({"fsdp": 2}, "trainer", {"vocab": "fsdp"}, False),
         ({"tensor": 2}, "trainer", {"heads": "tensor", "kv_heads": "tensor"}, False),
         ({"tensor": 2}, "trainer", {"ffn": "tensor"}, False),
         ({"tensor": 2}, "engine", {"ffn": "tensor"}, False),
         ({"expert": 2}, "engine", {"experts": "expert"}, False),
+        ({"tensor": 2}, "trainer", {"experts": "tensor"}, False),
     ],
     ids=str,
 )
@@ -64,8 +73,15 @@ def test_meshes(mesh: dict[str, int], side: str, rules: dict[str, Axes], promise
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"exact cannot be promised here: model\.dtype is float32"):
+    with pytest.raises(ValueError, match=r"exact cannot be promised here: the engine computes in float32, .* use bfloat16"):
         asked("exact", {"data": 1}, "engine", np.float32)
+
+
+def test_walks_with_split_experts_are_refused() -> None:
+    """Every device has all tokens there, so what experts give is summed over devices."""
+    with pytest.raises(ValueError, match=r"trainer.rules split experts"):
+        asked("exact", {"expert": 2}, "trainer", walks=True, experts="expert")
+    assert asked("exact", {"fsdp": 2}, "trainer", walks=True, embed="fsdp")
 
 
 @pytest.mark.parametrize("moe", [None, MoEConfig(num_experts=4, experts_per_token=2, ffn_dim=32)], ids=["dense", "moe"])
