@@ -22,10 +22,10 @@ from rl.sessions import Session
 
 
 class Passing(NamedTuple):
-    """A request on its way to the engine, and where its completion goes."""
+    """A request on its way to the engine, and where its completion goes, or why it has none."""
 
     request: Request
-    give: Callable[[Completion], None]
+    give: Callable[[Completion | ApiError], None]
 
 
 class Bridge:
@@ -45,14 +45,22 @@ class Bridge:
         """The request's completion. Who is cancelled waits until the run has recorded what was sampled, and gets it.
 
         Raises:
-            ApiError: the run has ended.
+            ApiError: the run has ended, or the session cannot record the completion.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Completion] = loop.create_future()
 
-        def give(completion: Completion) -> None:
+        def settle(answer: Completion | ApiError) -> None:
+            if done.done():
+                return
+            if isinstance(answer, ApiError):
+                done.set_exception(answer)
+            else:
+                done.set_result(answer)
+
+        def give(answer: Completion | ApiError) -> None:
             with suppress(RuntimeError):  # the gateway has ended
-                loop.call_soon_threadsafe(lambda: done.done() or done.set_result(completion))
+                loop.call_soon_threadsafe(settle, answer)
 
         passing = self._waiting[request.id] = Passing(request, give)
         try:
@@ -147,9 +155,13 @@ class Outside:
         asked = session.running[name]
         if completion.finish_reason is FinishReason.ABORT:
             session.abandon(asked, [completion] if len(completion.ids) else [], "its client has left, or the engine has")
-        else:
+            return passing.give(completion)
+        try:
             session.commit(asked, completion)
-            count(completion)
+        except ApiError as error:  # the client's to hear; the run goes on
+            session.abandon(asked, [], str(error))
+            return passing.give(error)
+        count(completion)
         passing.give(completion)
 
 

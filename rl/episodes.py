@@ -143,14 +143,16 @@ class Episodes:
         elif self._awaited:  # nothing to do until something that agents wait for is there, or asks
             pause = 0.002 if self._outside else 0.05
             wait([future for future, _ in self._awaited], timeout=pause, return_when=FIRST_COMPLETED)
-        for awaited in [awaited for awaited in self._awaited if awaited[0].done()]:
+        ready = [awaited for awaited in self._awaited if awaited[0].done()]
+        for awaited in ready:
             self._awaited.remove(awaited)
-            self._hand(*awaited)
-            self._serve(awaited[1].running)
+        for future, flight in ready:
+            self._hand(future, flight)
+            self._serve(flight.running)
         if self.seconds:
             flights, now = [*self._sampling.values(), *(flight for _, flight in self._awaited)], time.monotonic()
             for running in {flight.running: None for flight in flights if flight.running.batch.deadline < now}:
-                self._abort(running, "timeout")
+                self._over(running, "aborted", "timeout")
 
     def _serve(self, running: _Running) -> None:
         """Sends out what the agent waits for, or closes the episode."""
@@ -238,7 +240,7 @@ class Episodes:
         if running.over or completion.finish_reason is FinishReason.ABORT:
             if node != before:
                 graph.mark(node, "abandoned")
-            return None if running.over else self._abort(running, "abort")
+            return None if running.over else self._over(running, "aborted", "abort")
         running.conversations.answered(conversation, prompt, node, message)
         running.reason = completion.finish_reason.value
         rollout.count(completion)
@@ -260,13 +262,6 @@ class Episodes:
             running.play.give(flight.ticket, value)
         running.rollout.environment_s += time.perf_counter() - flight.since
 
-    def _abort(self, running: _Running, why: str) -> None:
-        """Ends an episode and what the engine has of it; nobody waits any more for what its agents waited for."""
-        self._over(running, "aborted", why)
-        self._awaited = [awaited for awaited in self._awaited if awaited[1].running is not running]
-        for request in [request for request, flight in self._sampling.items() if flight.running is running]:
-            self._sampled(self._sampling.pop(request), self.engine.cancel(request))
-
     def _end(self, running: _Running) -> None:
         """The agent has ended."""
         step, error, graph = running.play.step, running.play.error, running.graph
@@ -284,9 +279,13 @@ class Episodes:
             self._over(running, "completed" if step.done else "truncated", running.reason, rewards=step.rewards)
 
     def _over(self, running: _Running, status: EpisodeStatus, reason: str, **changes: Any) -> None:
+        """Ends an episode and what the engine has of it; nobody waits any more for what its agents waited for."""
         rollout = running.rollout
         running.play.close()
         self._outside.leave(rollout.graph.episode.id)
         times = {"generate_s": rollout.generate_s, "environment_s": rollout.environment_s}
         rollout.graph.finish(status, stop_reason=reason, **times, **changes)
         running.batch.running.remove(rollout.graph.episode.id)
+        self._awaited = [awaited for awaited in self._awaited if awaited[1].running is not running]
+        for request in [request for request, flight in self._sampling.items() if flight.running is running]:
+            self._sampled(self._sampling.pop(request), self.engine.cancel(request))

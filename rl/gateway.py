@@ -196,7 +196,7 @@ class Gateway:
     async def _open(self, request: Request) -> Response:
         self.door.check_key(request)
         fields = open_body(await read_body(request, self.door.served.limits))
-        name, key = await asyncio.to_thread(self.sessions.open, fields)  # it may have to write another session's record
+        name, key = await asyncio.to_thread(self.sessions.open, fields)  # it looks for a record of that name
         return json_response({"name": name, "key": key})
 
     async def _state(self, request: Request) -> Response:

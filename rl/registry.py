@@ -158,7 +158,7 @@ class Sessions:
 
         Raises:
             ApiError: there is none of that name, or it has requests in flight.
-            OSError: it cannot be written.
+            OSError, ValueError, OverflowError: it cannot be written.
         """
         with self._lock:
             session = self.named(name)
@@ -167,7 +167,7 @@ class Sessions:
             self._finished.add(name)
         try:
             self._write(session)
-        except OSError:
+        except BaseException:  # whatever it is, nobody else has the record
             with self._lock:
                 self._finished.remove(name)
                 self._sessions[name] = session
@@ -175,31 +175,42 @@ class Sessions:
         return session.counts()
 
     def close(self) -> None:
-        """Writes what was not written."""
+        """Writes what was not written.
+
+        Raises:
+            OSError, ValueError, OverflowError: of the first record that cannot be; all others are written.
+        """
         self._closing.set()
         self._writer.join()
         self.flush()
 
     def flush(self) -> None:
-        """Writes what has changed."""
+        """Writes what has changed. Raises as `close` does."""
         with self._lock:
-            sessions, ended = list(self._sessions.values()), list(self._unwritten.items())
-        for episode, session in ended:
-            self._write(session)
-            with self._lock:
-                self._unwritten.pop(episode, None)
-        for session in sessions:
-            if session.changed:
-                self._write(session)
+            sessions, ended = list(self._sessions.values()), self._unwritten.copy()
+        errors: list[Exception] = []
+        for session in [*ended.values(), *sessions]:
+            last = session.graph.episode.id in ended
+            try:
+                if last or session.changed:
+                    self._write(session)
+            except Exception as error:  # this record's own; raised when all others have had their turn
+                errors.append(error)
+                continue
+            if last:
+                with self._lock:
+                    self._unwritten.pop(session.graph.episode.id, None)
+        if errors:
+            raise errors[0]
 
     def _make(self, name: str, fields: dict[str, Any]) -> None:
+        if len(self._unwritten) >= MOST_UNWRITTEN:
+            raise ApiError(f"the records of {len(self._unwritten)} sessions are not written yet; try again later", status=503)
         if len(self._sessions) >= self.most:
             oldest = next((name for name, session in self._sessions.items() if not session.running), None)
             if oldest is None:
                 raise ApiError(f"{self.most} sessions have requests in flight; try again later", status=429)
             self._let_go(oldest)
-        if len(self._unwritten) >= MOST_UNWRITTEN:
-            raise ApiError(f"the records of {len(self._unwritten)} sessions are not written yet; try again later", status=503)
         number, own = 1, name
         while self._known(own):
             number += 1
@@ -237,11 +248,12 @@ class Sessions:
 
     def _write_often(self) -> None:
         while not self._closing.wait(FLUSH_SECONDS):
+            self._let_go_idle()
             try:
                 self.flush()
-                self._let_go_idle()
-            except OSError as error:
-                print(f"warning: records were not written, and will be tried again: {error}", file=sys.stderr)
+            except Exception as error:  # a record that cannot be written must not end the writer of all others
+                said = f"{type(error).__name__}: {error}"
+                print(f"warning: records were not written, and will be tried again: {said}", file=sys.stderr)
 
     def _let_go_idle(self) -> None:
         before = time.monotonic() - self.idle_s

@@ -164,10 +164,11 @@ class Session:
             read: all of it, as the renderer's reader has it; None: it is read here.
 
         Raises:
-            ApiError: by older weights than what it goes on from: the engine has gone back. It is not recorded.
+            ApiError: by older weights than what it goes on from: the engine has gone back. It is noted, not recorded.
         """
         with self._lock:
             if (back := self._gone_back(asked, [completion])) is not None:
+                self._note(back)
                 raise ApiError(f"session: {back}; open another session", status=409)
             name = f"call_{asked.name}"
             known = None if read is None else message_of(read, name)

@@ -5,6 +5,7 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -384,19 +385,25 @@ def test_what_an_agent_waits_for_does_not_hold_up_the_others() -> None:
     assert rollouts[2].graph.episode.error == "TimeoutError: the sandbox is gone"
 
 
+class Slow(Scripted):
+    """Never answers; what is cancelled had two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: ([65, 66], FinishReason.ABORT))
+
+    def step(self) -> list[Completion]:
+        return []
+
+    def cancel(self, request_id: str) -> Completion:
+        [mine] = [request for request in self._waiting if request.id == request_id]
+        self._waiting.remove(mine)
+        self._waiting.append(mine)
+        return super().step()[0]
+
+
 def test_time_is_over() -> None:
     """All that the engine has of a late episode is taken back and recorded, and its agents are closed."""
     closed: list[str] = []
-
-    class Slow(Scripted):
-        def step(self) -> list[Completion]:
-            return []
-
-        def cancel(self, request_id: str) -> Completion:
-            self._waiting = [request for request in self._waiting if request.id == request_id] + self._waiting
-            self.answers = lambda request: ([65, 66], FinishReason.ABORT)
-            self._waiting.append(next(request for request in self._waiting if request.id == request_id))
-            return super().step()[0]
 
     def child(name: str) -> Agent[None]:
         try:
@@ -408,10 +415,44 @@ def test_time_is_over() -> None:
         yield from parallel(child("a"), child("b"))
         return finish(Reward("r", 1.0))
 
-    [rollout] = play(Slow(lambda request: ([], FinishReason.STOP)), Playing(run), seconds=0.05)
+    [rollout] = play(Slow(), Playing(run), seconds=0.05)
     assert ended(rollout) == ("aborted", "timeout", None) and sorted(closed) == ["a", "b"]
     assert [node.status for node in rollout.graph.nodes if node.kind == "sampled"] == ["abandoned"] * 2
     assert not rollout.graph.branches()
+
+
+def test_an_episode_that_is_broken_off_leaves_nothing_behind() -> None:
+    """It asks again and again while others of its agents wait for the engine and for what never comes; another one goes on."""
+    soon, never = Future[str](), Future[str]()
+
+    class Opening(Slow):
+        def step(self) -> list[Completion]:
+            if not soon.done():
+                soon.set_result("open")
+            return super().step()
+
+    def waits(future: Future[str]) -> Agent[str]:
+        return (yield future)
+
+    def asks() -> Agent[str]:
+        (answer,) = yield [Ask(messages=[user("?")])]
+        return answer["content"]
+
+    def insists() -> Agent[str]:
+        yield soon
+        while True:
+            with suppress(TurnsOver):
+                yield from asks()
+
+    def run(task: Task) -> Agent[Step]:
+        yield from parallel(waits(never)) if task.key else parallel(asks(), insists(), waits(soon), waits(never))
+        return finish()
+
+    engine = Opening()
+    rollouts = play(engine, Playing(run), tasks=2, max_turns=1, seconds=0.2)
+    assert [ended(rollout) for rollout in rollouts] == [("truncated", "max_turns", None), ("aborted", "timeout", None)]
+    assert [[node.status for node in rollout.graph.nodes] for rollout in rollouts] == [["live", "abandoned"], []]
+    assert not engine._waiting
 
 
 def test_time_is_over_for_what_an_agent_waits_for_too() -> None:

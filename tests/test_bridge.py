@@ -4,7 +4,7 @@ import asyncio
 import http.client
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
@@ -17,6 +17,7 @@ from rl.bridge import Bridge
 from rl.environments import Reward, Step, Task, finish, make_task
 from rl.episodes import Episodes
 from rl.harness import LocalGateway
+from rl.messages import Message
 from rl.rollout import Rollout
 from rl.sessions import Session
 from tests.scripted import END, RENDERER, TOKENIZER, Scripted
@@ -82,10 +83,10 @@ class Program:
             self._gateway.close()
 
 
-def ask(port: int, key: str, *, stream: bool) -> http.client.HTTPConnection:
+def ask(port: int, key: str, *, stream: bool, history: Sequence[Message] = ()) -> http.client.HTTPConnection:
     """Sends a request, and leaves the answer where it is."""
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "stream": stream}
+    body = {"model": "policy", "messages": [*history, {"role": "user", "content": "?"}], "stream": stream}
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     client.request("POST", "/v1/chat/completions", json.dumps(body), headers)
     return client
@@ -155,6 +156,29 @@ def test_an_episode_that_ends_with_a_request_on_its_way() -> None:
     rollout = play(engine, program, settle=False)
     assert sampled(rollout) == [("abandoned", CUT)]
     clients[0].close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_has_gone_back_does_not_end_the_run(stream: bool) -> None:
+    """What cannot be recorded is refused, and its client hears why; the program and the run go on."""
+    engine, said = Holding(), list[bytes]()
+    engine.holds = False
+    history: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "7"}]
+
+    def program(port: int, key: str) -> None:
+        for version, told in ((7, []), (0, history), (7, history)):
+            engine.version = version
+            with closing(ask(port, key, stream=stream, history=told)) as client:
+                said.append(client.getresponse().read())
+
+    rollout = play(engine, program)
+    assert [b"gone back to version 0, and this conversation was sampled up to 7" in answer for answer in said] == [
+        False,
+        True,
+        False,
+    ]
+    assert sampled(rollout) == [("live", ANSWER)] * 2
+    assert rollout.turns == 2 and rollout.graph.episode.status == "completed"
 
 
 def test_a_run_that_breaks_off_lets_nobody_wait() -> None:

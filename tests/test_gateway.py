@@ -403,6 +403,7 @@ def test_an_engine_elsewhere_that_has_gone_back(engine: Engine) -> None:
                     assert "gone back to version 0, and this conversation was sampled up to 3" in refused.text
                     counts = client.get(f"/sessions/{wire}").json()
                     assert counts["requests"] == 2 and sum(counts["nodes"].values()) == 1
+                    assert any("gone back to version 0" in note for note in counts["notes"])
                     ask(client, wire, FIRST[wire], f"/s/{wire}-anew")
                     load(3)
             live.wait(remote.close())
