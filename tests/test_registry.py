@@ -114,3 +114,15 @@ def test_nobody_is_let_go_for_who_is_refused(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(ApiError, match="the records of 1 sessions are not written yet"):
             say(sessions, "c")
         assert sessions.named("b").counts()["requests"] == 1
+
+
+def test_a_full_session_is_let_go_for_its_next_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks at it, or gives its reward, finds it."""
+    monkeypatch.setattr(rules, "MOST_REQUESTS", 1)
+    with closing(registry(tmp_path)) as sessions:
+        say(sessions, "a")
+        first = sessions.named("a")
+        assert sessions.named("a") is first and first.asked == 1
+        assert sessions.named("a", make=True) is not first
+        sessions.finish("a", "completed")
+    assert len(list(tmp_path.glob("session_*.parquet"))) == 2
