@@ -54,7 +54,7 @@ def tiles(logits_TV: jax.Array, numerics: Numerics, head: Head | None = None) ->
     tops = jax.lax.stop_gradient(logits_TV).reshape(T, -1, TILE).max(axis=-1)
     top = tops.max(axis=-1, keepdims=True)
     top = jax.lax.pmax(top, axes) if axes else top
-    weights = numerics.row_sum(numerics.exp_from(logits_TV, top).reshape(T, -1, TILE))
+    weights = numerics.halved_sum(numerics.exp_from(logits_TV, top).reshape(T, -1, TILE))
     if head and head.num_tiles and numerics.exact:
         total = numerics.row_sum(head.every_tile(weights))  # in the order that one device sums them
     else:

@@ -57,6 +57,10 @@ class Numerics:
         """Sum over the last dim."""
         return row_sum(x) if self.exact else x.sum(axis=-1)
 
+    def halved_sum(self, x: jax.Array) -> jax.Array:
+        """Sum over a last dim of 2^n values that are no products."""
+        return halved_sum(x) if self.exact else x.sum(axis=-1)
+
     def exp_from(self, x: jax.Array, top: jax.Array) -> jax.Array:
         """exp(x - top), where `top` is a maximum of `x` and broadcasts to its shape."""
         return exp_from(x, top) if self.exact else jnp.exp(x - jnp.broadcast_to(top, x.shape))
@@ -113,6 +117,25 @@ def _row_sum_backward(like: jax.Array, g: jax.Array):
 
 
 row_sum.defvjp(_row_sum_forward, _row_sum_backward)
+
+
+@jax.custom_vjp
+def halved_sum(x: jax.Array) -> jax.Array:
+    """`row_sum` of a last dim of 2^n, by adding halves: no order that a compiler could change, and for many short rows twice as
+    fast (measured). What is added must be no product, which some programs would contract with the sum; the barrier keeps an
+    exponential in a kernel of its own, as it may have other bits in this one."""
+    x = jax.lax.optimization_barrier(x)
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def _halved_sum_forward(x: jax.Array):
+    return halved_sum(x), jnp.zeros((0, x.shape[-1]), x.dtype)
+
+
+halved_sum.defvjp(_halved_sum_forward, _row_sum_backward)
 
 
 def exp_from(x: jax.Array, top: jax.Array) -> jax.Array:

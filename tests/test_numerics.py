@@ -19,7 +19,7 @@ import pytest
 from models.config import ModelConfig, MoEConfig, RopeScaling
 from models.layers import dot, gated, published, rope_frequencies, rope_tables, rotate
 from models.logprobs import log_prob, token_log_probs
-from models.numerics import Numerics, exp_from, rms_norm, row_sum, tempered, tile_rows
+from models.numerics import Numerics, exp_from, halved_sum, rms_norm, row_sum, tempered, tile_rows
 from models.router import gates_of, scores_of, select
 from sharding.shards import Shards
 from sharding.vocabulary import Head
@@ -79,6 +79,15 @@ def test_row_sum_rows(n: int) -> None:
     x = normal(0, 512, n)
     rows_do_not_matter(jax.jit(row_sum), x)
     np.testing.assert_allclose(row_sum(jnp.asarray(x)), x.astype(np.float64).sum(-1), rtol=0, atol=1e-6 * n)
+
+
+@pytest.mark.parametrize("n", [2, 64])
+def test_halved_sum_rows(n: int) -> None:
+    """Of exponentials, as log-softmax has them; and its gradient."""
+    x = normal(0, 512, 9, n)
+    rows_do_not_matter(jax.jit(lambda x: halved_sum(jnp.exp(x))), x)
+    np.testing.assert_allclose(halved_sum(jnp.asarray(x)), x.astype(np.float64).sum(-1), rtol=0, atol=1e-6 * n)
+    same(jax.grad(lambda x: (halved_sum(x) ** 2).sum())(jnp.ones((3, n))), np.full((3, n), 2.0 * n, np.float32))
 
 
 def test_row_sum_of_wide_rows() -> None:
