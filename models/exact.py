@@ -51,8 +51,13 @@ def _unpromised(model: ModelConfig, dtype: np.dtype, mesh: Mesh, rules: Rules, s
     reasons = []
     if dtype != jnp.bfloat16:
         reasons.append(f"the {side} computes in {dtype.name}, whose products have other bits in other company; use bfloat16")
-    shards = Shards.of(mesh, rules, describe(model))
-    split = [dim for dim in rules.table if (shards.axes(dim) if side == "engine" else _in_parts(shards, dim, depth_first))]
+    weights = describe(model)
+    if side == "engine":  # the compiler's to split, so it may split what a trainer's step does not
+        whole = rules.uneven(mesh, weights)
+        split = [dim for dim in rules.table if dim not in whole and rules.ways(mesh, dim) > 1]
+    else:
+        shards = Shards.of(mesh, rules, weights)
+        split = [dim for dim in rules.table if _in_parts(shards, dim, depth_first)]
     if split:
         reasons.append(f"{side}.rules split {', '.join(split)} over devices, so sums are made of parts")
     return reasons

@@ -99,12 +99,16 @@ class Rules:
             )
         return {name: self.sharding(mesh, weight, name) for name, weight in weights.items()}
 
+    def ways(self, mesh: Mesh | AbstractMesh, dim: str) -> int:
+        """Over how many devices a dim is split."""
+        axes = self.table.get(dim)
+        return math.prod(mesh.shape.get(axis, 1) for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+
     def uneven(self, mesh: Mesh | AbstractMesh, weights: Mapping[str, Weight]) -> list[str]:
         """Dims of UNEVEN that stay whole on this mesh."""
         whole = []
         for dim in UNEVEN:
-            axes = self.table.get(dim)
-            ways = math.prod(mesh.shape.get(axis, 1) for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+            ways = self.ways(mesh, dim)
             sizes = {
                 size for weight in weights.values() for name, size in zip(weight.dims, weight.shape, strict=True) if name == dim
             }

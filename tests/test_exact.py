@@ -41,6 +41,7 @@ def test_modes() -> None:
         assert asked("auto", {"data": 1}, side) and asked("auto", {"data": 1}, side, np.float32)
         assert asked("auto", {"tensor": 2}, side, heads="tensor", kv_heads="tensor")
         assert not asked("fast", {"data": 1}, side)
+    assert asked("auto", {"tensor": 2}, "engine", heads="tensor")  # an engine's kv heads may stay whole
     with pytest.raises(ValueError, match=r"model\.numerics: 'precise' is unknown; use one of \('auto', 'exact', 'fast'\)"):
         ModelSection(source="random", numerics="precise")
 
