@@ -22,9 +22,9 @@ from inference.engine import Engine
 from inference.protocol import Limits
 from launch.serve import Server, bind
 from rl.relay import RELAY_KEY, Relay
-from tests.test_serve import DEADLINE, HELLO, engine, serving, until
+from tests.test_serve import DEADLINE, HELLO, engine, serving, unhurried, until
 
-__all__ = ["engine"]
+__all__ = ["engine", "unhurried"]
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
@@ -93,6 +93,7 @@ def test_the_openai_client_sees_no_difference(engine: Engine, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["relayed_one.jsonl"]
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_a_client_that_leaves_ends_the_request(engine: Engine, tmp_path: Path) -> None:
     """At the server behind too; what had come is written down."""
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 200, "stream": True, "ignore_eos": True}

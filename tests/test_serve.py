@@ -68,6 +68,18 @@ def engine() -> Engine:
     return made
 
 
+@pytest.fixture
+def unhurried(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long answers take seconds: on a busy machine they would end before the test's own thread gets to leave."""
+    step = engine.step
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.02)
+        return step(*args)
+
+    monkeypatch.setattr(engine, "step", slowly)
+
+
 def until(condition: Any) -> None:
     end = time.monotonic() + DEADLINE
     while not condition():
@@ -624,6 +636,7 @@ def test_slow_body(engine: Engine) -> None:
         assert answer.startswith(b"HTTP/1.1 408") and b"within 0.1 seconds" in answer
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_leave(live: Live, stream: bool) -> None:
     """Their sequences end, and all pages come back (`reconcile`)."""
