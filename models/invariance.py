@@ -27,7 +27,7 @@ EXPERTS = 4
 def check(config: ModelConfig, numerics: Numerics) -> list[str]:
     """What breaks the promise on this process's devices: of each primitive whose bits depend on company its name, and when they
     do. Empty where all keep their bits. Takes some seconds: most of them compile."""
-    return [*_moved_by_rows(config, numerics), *_moved_in_attention(config, numerics)]
+    return [*_moved_by_rows(config, numerics), *moved_in_attention(config, numerics)]
 
 
 class _Primitive(NamedTuple):
@@ -124,7 +124,7 @@ def _moved_by_rows(config: ModelConfig, numerics: Numerics) -> list[str]:
     return [text for text in moved.values() if text]
 
 
-def _moved_in_attention(config: ModelConfig, numerics: Numerics) -> list[str]:
+def moved_in_attention(config: ModelConfig, numerics: Numerics) -> list[str]:
     """Few queries, few sequences, padding, lists as the engine has them, and keys in other places of their block."""
     G, h, K = config.num_heads // config.num_kv_heads, config.head_dim, min(config.num_kv_heads, 2)
     N, Q, C, seen = 3, 64, 2 * KEY_BLOCK, 40
@@ -142,12 +142,15 @@ def _moved_in_attention(config: ModelConfig, numerics: Numerics) -> list[str]:
     few = attend(q, keys, values, first[..., :KEY_BLOCK])
     if _differ(few, attend(q, k, v, first)):
         found.append(f"attention, head dim {h}: padding moves it")
-    # The engine's lists: every sequence's one key block, and of its queries all or the last.
-    blocks = Ragged(owner=np.arange(N), index=np.arange(N)[:, None])
-    listed = jax.jit(partial(attend_lists, lists=blocks, numerics=numerics))
-    for n in (1, Q):
-        if _differ(listed(q[:, -n:], keys.swapaxes(0, 1), values.swapaxes(0, 1), first[:, -n:, :KEY_BLOCK]), few[:, -n:]):
-            found.append(f"attention, head dim {h}: {n} queries over pages are not those over a row")
+    # The engine's lists: every sequence's key blocks one after the other, and of its queries all, some or the last.
+    pages = [np.moveaxis(x.reshape(K, -1, KEY_BLOCK, h), 1, 0) for x in (k, v)]
+    W = C // KEY_BLOCK
+    blocks = Ragged(owner=np.repeat(np.arange(N), W), index=np.arange(N * W).reshape(N, W))
+    listed = jax.jit(partial(attend_lists, numerics=numerics))
+    for n in (1, 7, Q):
+        seen_there = visible[:, -n:].reshape(N, n, W, KEY_BLOCK).swapaxes(1, 2).reshape(N * W, n, KEY_BLOCK)
+        if _differ(listed(q[:, -n:], *pages, seen_there, blocks), whole[:, -n:]):
+            found.append(f"attention, head dim {h}: {n} queries over pages are not those of {Q} over a row")
     places = np.sort(np.random.default_rng(3).permutation(KEY_BLOCK)[:seen])
     k[:, :, places], v[:, :, places] = k[:, :, :seen].copy(), v[:, :, :seen].copy()
     if _differ(few, attend(q, k, v, np.isin(np.arange(C), places) & np.ones_like(first))):

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from models.config import ModelConfig, MoEConfig
-from models.invariance import check
+from models.invariance import check, moved_in_attention
 from models.numerics import Numerics, tile_rows
 
 BF16 = jnp.bfloat16
@@ -42,6 +43,13 @@ print(json.dumps({"rows": rows, "plain": plain, "tiles": tiles}))
 @pytest.mark.parametrize("config", [REAL, EXPERTS], ids=["SmolLM2", "experts"])
 def test_this_machine_keeps_all_bits(config: ModelConfig) -> None:
     assert check(config, Numerics(BF16, rows=tile_rows(BF16))) == []
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 128), (6, 2, 80), (2, 2, 8)])
+def test_attention_of_few_queries_keeps_its_bits(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Products of few rows with keys have bits of their own: how few depends on the processor and on the head dim."""
+    config = replace(EXPERTS, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    assert moved_in_attention(config, Numerics(BF16)) == []
 
 
 def test_fast_numerics_are_found_out() -> None:
