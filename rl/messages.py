@@ -94,11 +94,13 @@ def canonical(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, str):  # most are, and a gateway does this to every history that it is sent
+        return value
+    if isinstance(value, dict | Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def meaning(message: Message) -> tuple[Any, ...]:
