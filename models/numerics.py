@@ -20,8 +20,11 @@ COLUMNS = 64
 """float32 products with a multiple of so many columns have bits that depend neither on the number of rows nor on where zeros
 stand between terms (measured on CPU, jax 0.10.2 and 0.12; with fewer columns they do)"""
 
-MOST_ROWS, ROWS = 256, (2, 33)
+MOST_ROWS, ROWS = 256, (2, 25, 33)
 """what a machine's bits are checked with: rows of a whole, and of its parts (all products that moved did at one of these)"""
+LEAST_ROWS = 8
+"""products of fewer rows have bits of their own (measured: of 1; of up to 2, where D is no multiple of 32 up to 5, on processors
+with AMX and jax 0.10.2)"""
 TILE_ROWS = 16
 """rows of a product where their number would matter: decode has few, and more in a tile are little faster (measured)"""
 PROBED = ((64, 264), (576, 192), (1536, 576))
@@ -51,7 +54,10 @@ class Numerics:
 
     def dots(self, spec: str, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """`layers.dots` with weights; rows are the first dim of `x`."""
-        return dots(spec, x, weights, self.dtype, self.rows)
+        T = x.shape[0]
+        if self.exact and not self.rows and T < LEAST_ROWS:
+            x = jnp.pad(x, [(0, LEAST_ROWS - T)] + [(0, 0)] * (x.ndim - 1))
+        return tuple(out[:T] for out in dots(spec, x, weights, self.dtype, self.rows))
 
     def row_sum(self, x: jax.Array) -> jax.Array:
         """Sum over the last dim."""
@@ -82,7 +88,8 @@ def _tile_rows(dtype: np.dtype, platform: str) -> int:
     rng = np.random.default_rng(0)
     xs = [rng.standard_normal((MOST_ROWS, shape[0]), np.float32) for shape in PROBED]
     weights = [jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in PROBED]
-    run = jax.jit(lambda xs, weights: [dot("td,df->tf", x, w, dtype) for x, w in zip(xs, weights, strict=True)])
+    plain = Numerics(dtype)
+    run = jax.jit(lambda xs, weights: [plain.dot("td,df->tf", x, w) for x, w in zip(xs, weights, strict=True)])
     whole = jax.device_get(run(xs, weights))
     for n in ROWS:
         some = jax.device_get(run([x[:n] for x in xs], weights))
