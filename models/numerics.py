@@ -23,8 +23,8 @@ stand between terms (measured on CPU, jax 0.10.2 and 0.12; with fewer columns th
 MOST_ROWS, ROWS = 256, (2, 25, 33)
 """what a machine's bits are checked with: rows of a whole, and of its parts (all products that moved did at one of these)"""
 LEAST_ROWS = 8
-"""products of fewer rows have bits of their own (measured: of 1; of up to 2, where D is no multiple of 32 up to 5, on processors
-with AMX and jax 0.10.2)"""
+"""products of fewer rows have bits of their own (measured: 1; with AMX and jax 0.10.2 up to 2, where D is no multiple of 32 up
+to 5)"""
 TILE_ROWS = 16
 """rows of a product where their number would matter: decode has few, and more in a tile are little faster (measured)"""
 PROBED = ((64, 264), (576, 192), (1536, 576))
