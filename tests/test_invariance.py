@@ -17,7 +17,7 @@ import pytest
 
 from models.config import ModelConfig, MoEConfig
 from models.invariance import check, moved_in_attention
-from models.numerics import Numerics, tile_rows
+from models.numerics import LEAST_ROWS, ROWS, Numerics, tile_rows
 
 BF16 = jnp.bfloat16
 REAL = ModelConfig(
@@ -68,7 +68,8 @@ def test_another_machine_is_found_out_and_tiles_mend_it() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["rows"] == 16
-    assert any(text.startswith("product 1536 x 576: ") for text in found["plain"]), found
+    some = {f"product 1536 x 576: {n} rows are not those of 256" for n in ROWS}  # the first that moves is the processor's own
+    assert len(some.intersection(found["plain"])) == 1, found
     assert all(text.startswith(("product", "head")) for text in found["plain"]), found
     assert found["tiles"] == []
 
@@ -78,11 +79,14 @@ def test_tiles_of_rows_are_the_product(spec: str) -> None:
     """To float32's rounding, whatever the number of rows; the gradient has the same bits."""
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.standard_normal((96, 96), np.float32))
-    for n in (8, 16, 37):  # fewer are filled up, gradients too
+    for n in (1, 8, 16, 37):
         x, g = (jnp.asarray(rng.standard_normal((n, 96), np.float32)) for _ in range(2))
         (plain, back), (tiles, back_of_tiles) = (
             jax.vjp(lambda x, w, rows=rows: Numerics(BF16, rows=rows).dot(spec, x, w), x, w) for rows in (0, 16)
         )
         np.testing.assert_allclose(tiles, plain, rtol=0, atol=1e-5)
         for ours, theirs in zip(back_of_tiles(g), back(g), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+            if n < LEAST_ROWS:  # the plain product is filled up, and so is its gradient
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+            else:
+                np.testing.assert_array_equal(ours, theirs)
