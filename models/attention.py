@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from models.gradient import UNSEEN, forest_gradient
 from models.layers import accumulator, dot, published, restored, stored
-from models.numerics import COLUMNS, Numerics
+from models.numerics import COLUMNS, Numerics, least_rows
 from sharding.shards import Shards
 
 KEY_BLOCK = 128
@@ -137,7 +137,7 @@ def attend_lists_mass(
     to_rows = "nqkgh->" + lists.queries + "gqh"
     q = jnp.einsum(to_rows, (q_NQHh * h**-0.5).reshape(N, Q, K, G, h)).reshape(*_sizes(lists.queries, K, N), G * Q, h)
     rows = lists.spread(q)
-    if numerics.exact and (least := _least_rows(h)) > G * Q:
+    if numerics.exact and (least := least_rows(h)) > G * Q:
         rows = jnp.pad(rows, [(0, 0)] * len(m) + [(0, least - G * Q), (0, 0)])
     scores = dot(f"{m}rh,{m}ch->{m}rc", rows, keys, numerics.dtype)[..., : G * Q, :]
     seen = jnp.expand_dims(visible, (m.index("k"), -3))
@@ -155,12 +155,6 @@ def attend_lists_mass(
     log_mass = (top + jnp.log(mass)).reshape(out.shape[:-1])
     out = jnp.einsum(lists.queries + "gqh->nqkgh", out).reshape(N, Q, H * h)
     return out, jnp.einsum(lists.queries + "gq->nqkg", log_mass).reshape(N, Q, H)
-
-
-def _least_rows(h: int) -> int:
-    """From so many rows on, their number does not change the bits of products with keys (measured on processors with and
-    without AMX, jax 0.10.2 and 0.12)."""
-    return 16 if h < 16 else 8 if h % 32 else 3
 
 
 def _denominators(p: jax.Array, m: str, numerics: Numerics) -> jax.Array:

@@ -5,6 +5,7 @@ says what was measured. Fast numerics leave order and fusion to the compiler.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +23,6 @@ stand between terms (measured on CPU, jax 0.10.2 and 0.12; with fewer columns th
 
 MOST_ROWS, ROWS = 256, (2, 25, 33)
 """what a machine's bits are checked with: rows of a whole, and of its parts (all products that moved did at one of these)"""
-LEAST_ROWS = 8
-"""products of fewer rows have bits of their own (measured: 1; with AMX and jax 0.10.2 up to 2, where D is no multiple of 32 up
-to 5)"""
 TILE_ROWS = 16
 """rows of a product where their number would matter: decode has few, and more in a tile are little faster (measured)"""
 PROBED = ((64, 264), (576, 192), (1536, 576))
@@ -55,8 +53,9 @@ class Numerics:
     def dots(self, spec: str, x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """`layers.dots` with weights; rows are the first dim of `x`."""
         T = x.shape[0]
-        if self.exact and not self.rows and T < LEAST_ROWS:
-            x = jnp.pad(x, [(0, LEAST_ROWS - T)] + [(0, 0)] * (x.ndim - 1))
+        least = least_rows(math.prod(x.shape[1:])) if self.exact and not self.rows else 0
+        if least > T:
+            x = jnp.pad(x, [(0, least - T)] + [(0, 0)] * (x.ndim - 1))
         return tuple(out[:T] for out in dots(spec, x, weights, self.dtype, self.rows))
 
     def row_sum(self, x: jax.Array) -> jax.Array:
@@ -74,6 +73,12 @@ class Numerics:
     def tempered(self, logits: jax.Array, temperature: jax.Array) -> jax.Array:
         """logits / temperature, of the same shape."""
         return tempered(logits, temperature) if self.exact else logits / temperature
+
+
+def least_rows(terms: int) -> int:
+    """Products of 16-bit operands that sum so many terms have bits of their own with fewer rows than this (measured on
+    processors with and without AMX, jax 0.10.2 and 0.12)."""
+    return 16 if terms < 16 else 8 if terms % 32 else 3
 
 
 def tile_rows(dtype: DTypeLike) -> int:

@@ -90,13 +90,11 @@ def test_stored_logits_of_the_real_model() -> None:
     np.testing.assert_allclose(logsumexp, golden["logsumexp"], rtol=0, atol=1e-4)
 
 
-def their_logits(directory: Path, *texts: np.ndarray) -> list[np.ndarray]:
-    """What transformers computes in float32 from the weights in a directory."""
+def their_logits(directory: Path, *texts: np.ndarray, dtype: str = "float32") -> list[np.ndarray]:
+    """What transformers computes in `dtype` from the weights in a directory."""
     torch: Any = pytest.importorskip("torch", reason="make oracle has not been run")
     transformers: Any = pytest.importorskip("transformers", reason="make oracle has not been run")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
     with torch.no_grad():
         return [model(torch.tensor(ids[None].astype(np.int64))).logits[0].numpy() for ids in texts]
 
@@ -116,10 +114,10 @@ def test_live_logits(name: str) -> None:
 @pytest.mark.real
 @needs_real
 def test_live_logits_of_the_real_model() -> None:
-    """Every logit, of sizes up to 30 behind 30 layers: each side is within 6e-5 of float64."""
+    """Every logit, of sizes up to 30 behind 30 layers. Theirs in float32 are up to 1.5e-4 off on some processors."""
     rows = json.loads((GOLDEN / "smollm2_greedy.json").read_text())[:2]
     texts = [np.asarray((row["prompt_ids"] + row["ids"])[:64]) for row in rows]
-    theirs = their_logits(REAL, *texts)
+    theirs = their_logits(REAL, *texts, dtype="float64")
     config = read_config(REAL)
     for ours, expected in zip(our_logits(config, load_hf(REAL, config), *texts), theirs, strict=True):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
