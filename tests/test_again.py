@@ -13,6 +13,8 @@ from rl.loop import train
 from rl.replay import replay, values_of
 from tests.runs import REPO, SMALL, Lines
 
+pytestmark = pytest.mark.plain_code
+
 OPTIONS = ("steps=3", "warmup.steps=2", "checkpoint.every=2", "checkpoint.keep=9")
 
 

@@ -6,6 +6,7 @@ from launch.asynchrony import LAWS, SIZES, compare, play
 from launch.costs import Chip, Model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["math", "agent"])
 def test_bound_and_speed(name: str) -> None:
     result = compare(LAWS[name], SIZES["small"])

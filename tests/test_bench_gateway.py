@@ -6,6 +6,8 @@ import pytest
 
 from launch.gateway_bench import gateway
 
+pytestmark = pytest.mark.plain_code
+
 
 @pytest.mark.slow
 def test_nothing_is_mixed_up_and_nothing_breaks() -> None:

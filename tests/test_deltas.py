@@ -19,6 +19,8 @@ from sharding.deltas import apply, checksums, diff, stage
 from sharding.mesh import make_mesh
 from sharding.places import CLASSES
 
+pytestmark = pytest.mark.plain_code
+
 P = PartitionSpec
 NoCompiles = Callable[[], AbstractContextManager[CompileCounter]]
 Tree = Mapping[str, np.ndarray]

@@ -29,6 +29,8 @@ from sharding.mesh import make_mesh
 from sharding.reshard import init
 from sharding.rules import Rules
 
+pytestmark = pytest.mark.plain_code
+
 V, LONGEST, MOST = 12, 30, 6
 MODEL = ModelConfig(
     family="qwen3", vocab_size=V, model_dim=8, ffn_dim=12, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,

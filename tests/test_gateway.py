@@ -28,6 +28,8 @@ from rl.graph import Graph
 from rl.remote_front import RemoteFront
 from tests.wire_clients import FIRST, REWRITTEN, WIRES, next_body, put_together
 
+pytestmark = pytest.mark.plain_code
+
 REPO = Path(__file__).parents[1]
 CONTEXT = 2048
 PARAMS = SamplingParams(max_tokens=8)

@@ -28,6 +28,8 @@ from rl.checkpoint import Checkpoints
 from rl.config import MINIMA, RunConfig, build
 from rl.run import make_model, make_trainer
 
+pytestmark = pytest.mark.plain_code
+
 REPO = Path(__file__).parents[1]
 TINY = str(REPO / "configs/tiny.py")
 GOLDEN = REPO / "tests/golden/tiny_llama3"

@@ -20,6 +20,8 @@ from rl.losses import LOSSES, loss
 from rl.measures import add_up
 from rl.objective import Objective
 
+pytestmark = pytest.mark.plain_code
+
 # two sequences of 2 and 4 tokens; old probabilities .5, ratios (1.2, 1.4) and (.8, 1, .5, 1); advantages +1 and -1
 MASK = jnp.array([[1.0, 1, 0, 0], [1, 1, 1, 1]])
 OLD = jnp.log(jnp.full((2, 4), 0.5))

@@ -13,6 +13,8 @@ from rl.corrections import old_log_probs
 from rl.loss_batch import LossBatch
 from rl.objective import Objective
 
+pytestmark = pytest.mark.plain_code
+
 # as in test_losses.py: ratios (1.2, 1.4) with A = 1, and (.8, 1, .5, 1) with A = -1
 MASK = jnp.array([[1.0, 1, 0, 0], [1, 1, 1, 1]])
 OLD = jnp.log(jnp.full((2, 4), 0.5))

@@ -21,6 +21,8 @@ from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Rules
 
+pytestmark = pytest.mark.plain_code
+
 V = 264
 MODEL = ModelConfig(
     family="llama", vocab_size=V, model_dim=32, ffn_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,

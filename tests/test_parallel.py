@@ -30,6 +30,8 @@ from sharding.rules import Axes, Rules
 from sharding.shards import Shards
 from sharding.vocabulary import Head, lookup
 
+pytestmark = pytest.mark.plain_code
+
 V = 90
 """not a multiple of eight devices: the head pads its parts"""
 MODEL = ModelConfig(

@@ -8,6 +8,8 @@ import pytest
 from launch.plot import line_plot
 from launch.r3 import MODEL, r3
 
+pytestmark = pytest.mark.plain_code
+
 
 @pytest.mark.slow
 def test_replay_leaves_no_expert_to_differ() -> None:

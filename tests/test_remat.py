@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from models.config import ModelConfig
 from models.transformer import REMAT, Definition
@@ -26,6 +27,7 @@ MODEL = ModelConfig(
 LAYOUT = Layout(rows=1, tokens=1024, context=256, branches=4, length=255)
 
 
+@pytest.mark.slow
 def test_policies_trade_memory_for_flops_and_keep_gradients(report: Callable[[str], None]) -> None:
     """bfloat16 products, as in training. The loop over layers is counted once by the compiler, in all alike."""
     mesh, rules, rng = make_mesh({"data": 1}), Rules(), np.random.default_rng(0)

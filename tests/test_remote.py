@@ -32,7 +32,7 @@ SMALL = [
 COMMAND = [sys.executable, "-m", "launch.serve", "--config", CONFIG, *SMALL, "--port", "0", "--with-parent"]
 DEADLINE = 120.0
 
-pytestmark = pytest.mark.slow  # a server starts three times
+pytestmark = [pytest.mark.slow, pytest.mark.plain_code]  # a server starts three times
 
 
 def until(condition: Any) -> None:

@@ -39,6 +39,8 @@ from sharding.mesh import make_mesh
 from sharding.reshard import init, reshard
 from sharding.rules import Axes, Rules
 
+pytestmark = pytest.mark.plain_code
+
 V, E, K, LAYERS, LONGEST, MOST = 12, 4, 2, 2, 24, 5
 MODEL = ModelConfig(
     family="qwen3_moe", vocab_size=V, model_dim=8, ffn_dim=12, num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=4,

@@ -26,6 +26,8 @@ from rl.programs import TrainState
 from sharding.mesh import make_mesh
 from tests.runs import KILLS, REPO, SMALL, Lines, ended, lines_of, start, weights_of
 
+pytestmark = pytest.mark.plain_code
+
 # ---- one checkpoint
 
 

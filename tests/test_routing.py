@@ -276,6 +276,7 @@ def run_talks(limits: dict[str, Any], talks: list[dict[str, Any]], params: Calla
     return all_talks
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(SCHEDULE, st.lists(TALK, min_size=1, max_size=7))
 def test_rows_are_the_known_routers(limits: dict[str, Any], talks: list[dict[str, Any]]) -> None:
@@ -333,6 +334,7 @@ def assert_cold(c: Completion, asked: Request, submitted: int, newest: int) -> N
         done += n
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(SCHEDULE.filter(lambda limits: limits["mode"] != "keep"), st.lists(TALK, min_size=1, max_size=5))
 def test_completions_are_a_cold_runs(limits: dict[str, Any], talks: list[dict[str, Any]]) -> None:
@@ -563,6 +565,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 def test_experts_on_several_devices_are_those_of_one(report: Callable[[str], None]) -> None:
     """float32, 1e-5. J12, J19: the weights come, twice, from a trainer at expert=2, which does not divide the experts."""
     moe = MoEConfig(num_experts=15, experts_per_token=K, ffn_dim=32, shared_ffn_dim=16)

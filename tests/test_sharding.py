@@ -22,6 +22,8 @@ from sharding.reshard import abstract, init, reshard
 from sharding.route import route
 from sharding.rules import Rules, Weight
 
+pytestmark = pytest.mark.plain_code
+
 NoCompiles = Callable[[], AbstractContextManager[CompileCounter]]
 
 L, D, H, h, F, V = 3, 16, 4, 6, 24, 40

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.plain_code
+
 REPO = Path(__file__).parents[1]
 STEPS = 2
 

@@ -28,6 +28,8 @@ from sharding.reshard import init, reshard
 from sharding.rules import Rules
 from sharding.store import CONTEXT, WeightStore
 
+pytestmark = pytest.mark.plain_code
+
 V, TOKENS, NUM = 96, 12, 16
 MODEL = ModelConfig(
     family="qwen3_moe",
