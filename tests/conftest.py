@@ -49,7 +49,7 @@ def _let_go(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _optimized(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compiling takes most of the tests' time, half as long without LLVM's optimisations. Files marked `plain_code` do without:
-    what they test are not the bits of a product or a sum, nor speed. Processes that they start have it from the environment."""
+    test_parity and test_engine compare the bits of optimised code. Processes that they start have it from the environment."""
     name, plain = "jax_disable_most_optimizations", request.node.get_closest_marker("plain_code") is not None
     with pytest.MonkeyPatch.context() as patch:
         if plain:
