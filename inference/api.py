@@ -84,16 +84,17 @@ class Door:
         # of its own: engine steps run in asyncio's threads, and must not wait behind a tokenizer
         self._parsers = ThreadPoolExecutor(2, "parse")
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        # plain routes: bodies are read by `parse` and rl/wire_body.py, and FastAPI's own look for them takes time (measured)
         for path, make in MAKES.items():
-            self.app.add_api_route(path, partial(self._post, path, partial(make, served)), methods=["POST"])
-        self.app.add_api_route("/update", self._update, methods=["POST"])
+            self.app.add_route(path, partial(self._post, path, partial(make, served)), methods=["POST"])
+        self.app.add_route("/update", self._update, methods=["POST"])
         for path, get in (
             ("/v1/models", self._models),
             ("/v1/models/{name:path}", self._model),
             ("/metrics", self._metrics),
             ("/health", self._health),
         ):
-            self.app.add_api_route(path, get, methods=["GET"])
+            self.app.add_route(path, get, methods=["GET"])
         self.app.add_exception_handler(HTTPException, _http_error)
         self.app.add_exception_handler(ApiError, _api_error)
         self.app.add_exception_handler(ClientDisconnect, _gone)
@@ -128,10 +129,17 @@ class Door:
             task.add_done_callback(self._left)
         try:
             while len(answer.done) < len(tasks):
-                index, part = await parts.get()
-                if isinstance(part, ApiError):
-                    raise part
-                yield answer.add(index, part)
+                there = [await parts.get()]
+                while not parts.empty():
+                    there.append(parts.get_nowait())
+                events: list[Json] = []
+                try:
+                    for index, part in there:
+                        if isinstance(part, ApiError):
+                            raise part
+                        events += answer.add(index, part)
+                finally:  # also what came before an error
+                    yield events
         finally:
             for task in tasks:
                 task.cancel()
@@ -238,8 +246,9 @@ class Door:
     def models(self) -> Json:
         return {"object": "list", "data": [self._card()]}
 
-    async def _model(self, request: Request, name: str) -> Response:
+    async def _model(self, request: Request) -> Response:
         self.check_key(request)
+        name = request.path_params["name"]
         if name != self.served.name:
             raise ApiError(f"the model {name!r} does not exist", status=404, param="model", code="model_not_found")
         return json_response(self._card())
@@ -252,7 +261,7 @@ class Door:
         self.check_key(request)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _health(self) -> Response:
+    async def _health(self, request: Request) -> Response:
         status = "shutting down" if self.draining else "ok"
         if self.failure is not None:
             status = f"the engine has failed: {self.failure}"

@@ -88,19 +88,22 @@ class Reply(Response):
             self._answer.close()
 
     async def _work(self, send: Send) -> None:
+        answer, last = self._answer, list[Json]()
         try:
-            async with aclosing(self._run(self._answer)) as pieces:
+            async with aclosing(self._run(answer)) as pieces:
                 async for piece in pieces:
-                    if piece:
+                    if len(answer.done) == len(answer.requests):
+                        last = piece  # goes out with the end
+                    elif piece:
                         await self._send_events(piece, send)
         except ApiError as error:
             await self._fail(error, send)
             return
         self._ended("200")
-        if self._answer.stream:
-            await self._send_events(self._answer.closing(), send, self._answer.end, last=True)
+        if answer.stream:
+            await self._send_events([*last, *answer.closing()], send, answer.end, last=True)
         else:
-            await _send(json_response(self._answer.whole()), send)
+            await _send(json_response(answer.whole()), send)
 
     async def _send_events(self, events: Sequence[Any], send: Send, end: bytes = b"", *, last: bool = False) -> None:
         """Events that are there together go out as one piece."""

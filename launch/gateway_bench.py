@@ -71,9 +71,9 @@ def overhead(engine: Engine, bare: Engine, params: SamplingParams, sizes: dict[s
     lengths: list[int] = []
     with serving(engine, params, front=front) as live:
         for number in range(-1, sizes["conversations"]):  # the first one warms up
-            client = Client(live.port, words(rng, 900), prefix=f"/s/cost-{number}", stream=True)
+            client = Client(live.port, words(rng, 3000), prefix=f"/s/cost-{number}", stream=True)
             for turn in range(sizes["turns"]):
-                client.user(words(rng, rng.randint(200, 600)))
+                client.user(words(rng, rng.randint(100, 300)))
                 assert front.requests
                 request = front.requests.popitem()[1]
                 seconds = live.wait(timed(alone, request))

@@ -47,19 +47,22 @@ TOOLS: list[Json] = [
 
 
 def tiny_engine(context: int, slots: int) -> Engine:
-    """A random model of two layers that reads bytes. Warmed up."""
+    """A random model that reads bytes, as small as models can be: what it computes is noise in what the gateway takes.
+    Warmed up."""
     sizes = {
         "max_context": context,
         "max_slots": slots,
         "page_size": 128,
         "num_pages": max(6 * context // 128, 40 * slots) + 1,
         "tokens_per_step": 512,
-        "token_buckets": (64, 512),
+        "token_buckets": (64, 256, 512),
         "slot_buckets": tuple(sorted({8, slots})),
-        "context_buckets": tuple(sorted({min(1024, context), context})),
+        "context_buckets": tuple(sorted({min(size, context) for size in (1024, 2048, context)})),
     }
+    shape = {"max_positions": context, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
     overrides = [f"--config.engine.{name}={value}" for name, value in sizes.items()]
-    what = settings(Namespace(model=None, config=TINY), [*overrides, f"--config.model.shape.max_positions={context}"])
+    overrides += [f"--config.model.shape.{name}={value}" for name, value in shape.items()]
+    what = settings(Namespace(model=None, config=TINY), overrides)
     engine, _ = make_engine(what.model, what.engine, what.seed)
     engine.warm_up()
     return engine

@@ -39,8 +39,10 @@ class Conversations:
             ValueError: its parent is no conversation.
         """
         conversation = self.by_name.get(ask.call) or self._begin(ask)
-        kind = "tool" if prompt.extends else "prompt" if conversation.node is None else "summary"
-        conversation.node = self.graph.extend(prompt.ids, messages=prompt.new, kind=kind, call=conversation.call.id)
+        kind = "tool" if prompt.node is not None else "prompt" if conversation.node is None else "summary"
+        conversation.node = self.graph.extend(
+            prompt.ids, messages=prompt.new, kind=kind, call=conversation.call.id, after=prompt.node
+        )
         conversation.asked += 1
         return conversation
 

@@ -147,14 +147,14 @@ class Gateway:
         others = len(app.router.routes)
         for prefix in ("", "/s/{session}"):
             for wire in WIRES if prefix else wires:
-                app.add_api_route(prefix + wire.path, partial(self._turn, wire), methods=["POST"])
-            app.add_api_route(prefix + COUNT, self._count, methods=["POST"])
-        app.add_api_route("/s/{session}/v1/models", self._models, methods=["GET"])
+                app.add_route(prefix + wire.path, partial(self._turn, wire), methods=["POST"])
+            app.add_route(prefix + COUNT, self._count, methods=["POST"])
+        app.add_route("/s/{session}/v1/models", self._models, methods=["GET"])
         for path in ("/", "/s/{session}", "/s/{session}/"):
-            app.add_api_route(path, self._here, methods=["HEAD"])
-        app.add_api_route("/sessions", self._open, methods=["POST"])
-        app.add_api_route("/sessions/{session}", self._state, methods=["GET"])
-        app.add_api_route("/sessions/{session}/finish", self._finish, methods=["POST"])
+            app.add_route(path, self._here, methods=["HEAD"])
+        app.add_route("/sessions", self._open, methods=["POST"])
+        app.add_route("/sessions/{session}", self._state, methods=["GET"])
+        app.add_route("/sessions/{session}/finish", self._finish, methods=["POST"])
         # the first route that fits answers: these before the door's
         app.router.routes[:] = app.router.routes[others:] + app.router.routes[:others]
 
@@ -190,7 +190,7 @@ class Gateway:
         self._check(request)
         return json_response(self.door.models())
 
-    async def _here(self) -> Response:
+    async def _here(self, request: Request) -> Response:
         return Response()
 
     async def _open(self, request: Request) -> Response:

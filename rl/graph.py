@@ -84,15 +84,17 @@ class Graph:
         messages: Sequence[Message] = (),
         kind: Literal["prompt", "tool", "summary"] = "prompt",
         call: int = 0,
+        after: int | None = None,
     ) -> int:
         """The node whose path is exactly these ids: found, or added as continuation or fork (module docstring).
 
-        `messages` and `kind` describe what is added; they are not used when the path is there already.
+        `messages` and `kind` describe what is added; they are not used when the path is there already. The ids begin with
+        those of the path to `after`, and go on from there.
         """
         if not ids:
             raise ValueError("ids: a request needs at least one token")
         ids = tuple(ids)
-        length, parent = self._longest(ids)
+        length, parent = self._longest(ids, after)
         if parent is not None and length == len(ids):
             return parent
         node = Node(
@@ -251,20 +253,23 @@ class Graph:
     def _open(self, node_id: int) -> bool:
         return self.nodes[node_id].status in ("live", "cut")
 
-    def _longest(self, ids: tuple[int, ...]) -> tuple[int, int | None]:
-        """(number of ids, node) of the longest open path that `ids` begins with.
+    def _longest(self, ids: tuple[int, ...], after: int | None) -> tuple[int, int | None]:
+        """(number of ids, node) of the longest open path that `ids` begins with, of those through `after`.
 
         Of equal ones that with more sampled ids, then the oldest.
         """
-        best: tuple[int, int, int] = (0, 0, 0)  # ids, sampled ids, minus the node
-        todo: list[tuple[int | None, int, int]] = [(None, 0, 0)]
+        path = self.path(after)
+        assert all(map(self._open, path)), "what goes on from a closed node would be in no branch"
+        known = sum(len(self.nodes[i].ids) for i in path)
+        best: tuple[int, int, int] = (known, 0, -(after or 0))  # ids, sampled ids, minus the node
+        todo: list[tuple[int | None, int, int]] = [(after, known, 0)]
         while todo:
             parent, begin, sampled = todo.pop()
             for child in self._children.get(parent, ()):
                 node = self.nodes[child]
                 end = begin + len(node.ids)
                 if self._open(child) and ids[begin:end] == node.ids:
-                    todo.append((child, end, sampled + sum(node.mask)))
+                    todo.append((child, end, sampled + len(node.logprobs)))
                     best = max(best, (end, todo[-1][2], -child))
         return best[0], -best[2] if best[0] else None
 

@@ -21,8 +21,8 @@ class Prompt(NamedTuple):
     """of the whole history, up to the assistant's next turn"""
     new: Sequence[Message]
     """what stands after the part that was sampled before; of a conversation rendered anew, all of it"""
-    extends: bool
-    """whether it goes on from a sampled turn, token for token"""
+    node: int | None
+    """the sampled turn that it goes on from, token for token"""
     tools: Sequence[Tool]
     digest: bytes
     """names the history"""
@@ -67,8 +67,8 @@ class Histories:
             ids = self._go_on(self.graph.path_ids(node), messages, i, tools)
             if ids is None:
                 break
-            return Prompt(ids, messages[i:], True, tools, links[-1])
-        return Prompt(self.renderer.render(messages, tools), messages, False, tools, links[-1])
+            return Prompt(ids, messages[i:], node, tools, links[-1])
+        return Prompt(self.renderer.render(messages, tools), messages, None, tools, links[-1])
 
     def _node(self, digest: bytes, message: Message, call: int | None) -> int | None:
         """Of a sampled turn. One that another had superseded counts again: it is the one that the client has chosen."""

@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
+ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=dict)
+"""made once: `json.dumps` makes one for each value, and a gateway has many for every request"""
 CallKind = Literal["turn", "title", "compaction"]
 """what a request to the model is for; all but turns are auxiliary"""
 
@@ -90,13 +92,13 @@ def same_json(text: str) -> str:
 
 def canonical(value: Any) -> str:
     """The one JSON text of a value."""
-    return json.dumps(_plain(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return ENCODER.encode(_plain(value))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, str):  # most are, and a gateway does this to every history that it is sent
         return value
-    if isinstance(value, dict | Mapping):
+    if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
@@ -114,9 +116,10 @@ def meaning(message: Message) -> tuple[Any, ...]:
 
 def chain(before: bytes, message: Message) -> bytes:
     """Names a conversation: `before` names what stands before this message."""
-    return hashlib.sha256(before + canonical(meaning(message)).encode("utf-8", "surrogatepass")).digest()
+    return hashlib.sha256(before + repr(meaning(message)).encode()).digest()  # repr escapes what UTF-8 has not
 
 
 def tools_digest(tools: Sequence[Tool]) -> bytes:
-    """Names an empty conversation with these tools; their order counts, as the model reads them in it."""
-    return hashlib.sha256(canonical(list(tools)).encode("utf-8", "surrogatepass")).digest()
+    """Names an empty conversation with these tools; their order counts, as the model reads them in it, and so do forms of
+    numbers."""
+    return hashlib.sha256(ENCODER.encode(list(tools)).encode("utf-8", "surrogatepass")).digest()

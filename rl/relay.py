@@ -95,7 +95,7 @@ class Relay:
         folder.mkdir(parents=True, exist_ok=True)
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         for path in ("/s/{session}/{path:path}", "/s/{session}", "/{path:path}"):
-            self.app.add_api_route(path, self._pass, methods=["GET", "HEAD", "POST", "DELETE"])
+            self.app.add_route(path, self._pass, methods=["GET", "HEAD", "POST", "DELETE"])
 
     async def drain(self) -> None:
         """Refuses what is new, waits for what runs, and after the grace time ends it."""

@@ -26,7 +26,7 @@ from inference.types import Completion, FinishReason, Request, SamplingParams, T
 from rl.environments import Reward
 from rl.graph import Graph
 from rl.histories import Histories
-from rl.messages import CallKind, Message, Piece, Tool, canonical, message_of
+from rl.messages import CallKind, Message, Piece, Tool, message_of
 from rl.records import Call, EpisodeStatus
 from rl.renderers import Renderer
 from rl.rollout import sample_seed
@@ -117,18 +117,17 @@ class Session:
             params = self._sampling(turn)
             own = self._calls.get((who.agent, turn.kind, params.temperature > 0))
             prompt = self._histories.prompt(turn.messages, turn.tools, own)
-            wanted = canonical([who.agent, turn.kind, str(params)])
-            key = hashlib.sha256(prompt.digest + wanted.encode("utf-8", "surrogatepass")).digest()
+            key = hashlib.sha256(prompt.digest + repr((who.agent, turn.kind, params)).encode()).digest()
             if key in self._answers:
                 return self._answers[key], False
             if self.asked == self.max_asked:
                 raise ApiError(f"the episode may ask {self.max_asked} times (environment.max_turns)", status=403)
-            ids = prompt.ids
+            ids = tuple(prompt.ids)
             if len(ids) + 1 > self.max_context:
                 raise PromptTooLong(len(ids), self.max_context)
             self.asked += 1
             call = self._call(who, turn.kind, params.temperature > 0)
-            node = self.graph.extend(ids, messages=prompt.new, call=call)
+            node = self.graph.extend(ids, messages=prompt.new, call=call, after=prompt.node)
             path = self.graph.path(node)
             known = turn.kind != "turn" or (call, node) in self._prompts
             self.breaks += not known and self._last.get(call, path[0]) not in path
@@ -144,7 +143,7 @@ class Session:
                 node,
                 Request(
                     id=f"{self.graph.episode.id}#{name}",
-                    prompt_ids=tuple(ids),
+                    prompt_ids=ids,
                     params=replace(params, seed=seed, max_tokens=room),
                     routing=self.graph.routing(node),
                 ),

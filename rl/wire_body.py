@@ -6,12 +6,12 @@ Programs send more with every version, so what is not known is ignored, with a n
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NoReturn
 
 from inference.calls import MAX_DEPTH, too_deep
 from inference.errors import ApiError
-from rl.messages import Message, Tool, ToolCall
+from rl.messages import ENCODER, Message, Tool, ToolCall
 from rl.wires import Json, record_of
 
 MAX_INT = 2**31 - 1
@@ -22,15 +22,25 @@ BROKEN = "has half of a surrogate pair, which is no text; cut strings between ch
 
 
 class Field:
-    """A value in a body and the place where it stands. A null is as good as nothing."""
+    """A value in a body and the place where it stands. A null is as good as nothing.
 
-    __slots__ = ("value", "where")
+    Args:
+        name: in the object or list that it stands in, or the whole of its place where `outer` is not given.
+    """
 
-    def __init__(self, value: Any, where: str = "") -> None:
-        self.value, self.where = value, where
+    __slots__ = ("_name", "_outer", "value")
+
+    def __init__(self, value: Any, name: str | int = "", outer: "Field | None" = None) -> None:
+        self.value, self._name, self._outer = value, name, outer
+
+    @property
+    def where(self) -> str:
+        """Put together when it is asked for: most fields have nothing to complain of."""
+        before = "" if self._outer is None else self._outer.where
+        return f"{before}.{self._name}" if before else str(self._name)
 
     def __getitem__(self, name: str) -> "Field":
-        return Field(self.object().get(name), f"{self.where}.{name}" if self.where else name)
+        return Field(self.object().get(name), name, self)
 
     def __bool__(self) -> bool:
         """Whether it is there."""
@@ -51,7 +61,7 @@ class Field:
         if not isinstance(self.value, list):
             raise self._mistyped("a list")
         for i, item in enumerate(self.value):
-            yield Field(item, f"{self.where}.{i}")
+            yield Field(item, i, self)
 
     def text(self, default: str | None = None) -> str:
         """
@@ -62,7 +72,7 @@ class Field:
             return default
         if not isinstance(self.value, str):
             raise self._mistyped("a string")
-        if HALF.search(self.value):
+        if not self.value.isascii() and HALF.search(self.value):
             raise self.error(BROKEN)
         return self.value
 
@@ -103,7 +113,7 @@ class Field:
 def load(raw: bytes) -> Field:
     """The body. ApiError if it is no JSON object."""
     try:
-        value = json.loads(raw.decode(), parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
+        value = DECODER.decode(raw.decode())
     except RecursionError:
         raise ApiError("body: is nested too deep; make it flatter") from None
     except ValueError as error:  # bad UTF-8 and numbers of thousands of digits too
@@ -131,6 +141,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> Json:
     return made
 
 
+DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
+
+
 def parts(content: Field, kinds: Mapping[str, str], joint: str = "\n") -> str:
     """Text that a client sends as a string or as parts; one part alone is the same as a string.
 
@@ -154,9 +167,9 @@ def kind_of(part: Field, kinds: Iterable[str], why: str, default: str | None = N
     return kind
 
 
-def note_unknown(body: Field, known: Iterable[str], notes: list[str]) -> None:
+def note_unknown(body: Field, known: Set[str], notes: list[str]) -> None:
     """Notes the fields that are not known."""
-    for name in sorted(body.object().keys() - set(known)):
+    for name in sorted(body.object().keys() - known):
         note(notes, f"{body.where or 'body'}: field {name[:40]!r} is not known and is ignored")
 
 
@@ -183,7 +196,7 @@ def function(tool: Field, schema: str, notes: list[str]) -> Tool:
         raise tool["name"].error("is empty; give the tool a name")
     if tool["strict"].flag():
         note(notes, f"{tool.where}.strict: arguments are not constrained to the schema; ignored")
-    if parameters and HALF.search(json.dumps(parameters.shallow(), ensure_ascii=False)):
+    if parameters and HALF.search(ENCODER.encode(parameters.shallow())):
         raise parameters.error(BROKEN)
     return {
         "name": name,
@@ -258,7 +271,8 @@ def with_names(messages: Iterable[Message]) -> tuple[Message, ...]:
     names: dict[str, str] = {}
     named: list[Message] = []
     for message in messages:
-        names |= {call["id"]: call["name"] for call in message.get("tool_calls", ())}
-        name = names.get(message.get("tool_call_id", ""))
-        named.append({**message, "name": name} if message["role"] == "tool" and name else message)
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["name"]
+        name = names.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
+        named.append({**message, "name": name} if name else message)
     return tuple(named)

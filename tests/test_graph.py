@@ -81,6 +81,19 @@ def test_a_path_through_sampled_tokens_is_preferred() -> None:
     assert graph.path(4) == [1, 2, 3, 4]
 
 
+def test_what_goes_on_from_a_node_stays_below_it() -> None:
+    """Also where another path has the same ids, and more of them that were sampled."""
+    graph = new_graph()
+    first = sample(graph, [1], [2, 3])
+    other = sample(graph, [1], [2], "s")
+    sample(graph, [1, 2], [3, 4, 5])
+    assert graph.path(graph.extend([1, 2, 3, 4], after=first)) == [0, first, len(graph.nodes) - 1]
+    assert graph.extend([1, 2, 3, 4], after=first) == len(graph.nodes) - 1 and graph.extend([1, 2], after=other) == other
+    graph.mark(first, "abandoned")
+    with pytest.raises(AssertionError, match="closed node"):
+        graph.extend([1, 2, 3, 5], after=first)
+
+
 def test_updates_inside_a_turn() -> None:
     """C9: an update lands after token 3 of 5; prompt tokens carry no version, and the oldest is 7."""
     graph = new_graph()
