@@ -12,6 +12,7 @@ only if the checksums of the result, computed where the weights end up, are the 
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -39,6 +40,18 @@ class Superseded(RuntimeError):
     """Another publisher was first."""
 
 
+def open_url(url: str) -> ts.KvStore:
+    """What a URL names. Of `s3://`, AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL says where it is if not at AWS, as it does to AWS's
+    own programs (tensorstore does not read them). Its writes on a condition must be atomic, as AWS's are."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if not (endpoint and url.startswith("s3://")):
+        return ts.KvStore.open(url, context=CONTEXT).result()
+    bucket, _, path = url.removeprefix("s3://").partition("/")
+    region = os.environ.get("AWS_REGION", "us-east-1")  # requests are signed for one
+    spec = {"driver": "s3", "bucket": bucket, "path": path, "endpoint": endpoint, "aws_region": region}
+    return ts.KvStore.open(spec, context=CONTEXT).result()
+
+
 class WeightStore:
     """Reads and writes one store. Any number of these, in any processes, may use one at once.
 
@@ -54,7 +67,7 @@ class WeightStore:
         if not url.endswith("/"):
             raise ValueError(f"url: {url!r} must end in a slash, as it is a folder")
         self.anchor_every, self.keep = anchor_every, keep
-        self._kv = ts.KvStore.open(url, context=CONTEXT).result()
+        self._kv = open_url(url)
 
     def head(self) -> Head:
         return self._head()[0]

@@ -1,4 +1,7 @@
-"""The weight store on memory and files: exact versions, one winner, nothing torn, nothing lost that is needed."""
+"""The weight store on memory and files: exact versions, one winner, nothing torn, nothing lost that is needed.
+
+    TWINAX_STORE=s3://BUCKET/FOLDER/ pytest tests/test_store.py      the same on an empty folder of another store, by hand
+"""
 
 import itertools
 import os
@@ -13,7 +16,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sharding.delta_file import Delta
 from sharding.head import Head, Version
 from sharding.mesh import make_mesh
-from sharding.store import CONTEXT, Superseded, WeightStore
+from sharding.store import Superseded, WeightStore, open_url
 
 Params = dict[str, jax.Array]
 SHAPES = {"embed": (48, 128), "blocks.0.norm": (37,)}
@@ -30,7 +32,7 @@ _FOLDERS = itertools.count()
 
 def memory() -> str:
     """A folder that no other test sees."""
-    return f"memory://{next(_FOLDERS)}/"
+    return f"{os.environ.get('TWINAX_STORE', 'memory://')}{next(_FOLDERS)}/"
 
 
 def place(tree: dict[str, np.ndarray], eight: bool = False) -> Params:
@@ -272,7 +274,7 @@ def test_a_kill_between_stage_and_head_leaves_the_old_version(tmp_path: Path) ->
 def test_corruption_is_found_wherever_it_is() -> None:
     url = memory()
     store = filled(url, 3, anchor_every=100)
-    kv = ts.KvStore.open(url, context=CONTEXT).result()
+    kv = open_url(url)
     params = place(tree(1))
     for key in [key.decode() for key in kv.list().result() if key.startswith(b"data/")]:
         whole = kv.read(key).result().value
@@ -307,6 +309,15 @@ def test_mistakes_of_the_url_and_numbers() -> None:
         WeightStore("memory://x")
     with pytest.raises(ValueError, match="anchor_every, keep: must be at least 1"):
         WeightStore("memory://x/", anchor_every=0)
+
+
+def test_where_a_store_is_that_is_not_at_aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    spec = open_url("s3://bucket/run/weights/").spec().to_json()
+    assert (spec["bucket"], spec["path"], spec["endpoint"]) == ("bucket", "run/weights/", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:2")
+    assert open_url("s3://bucket/x/").spec().to_json()["endpoint"] == "http://127.0.0.1:2"
+    assert open_url("memory://x/").spec().to_json()["driver"] == "memory"
 
 
 def test_a_pin_during_a_publish_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
