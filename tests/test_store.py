@@ -1,6 +1,6 @@
 """The weight store on memory and files: exact versions, one winner, nothing torn, nothing lost that is needed.
 
-    TWINAX_STORE=s3://BUCKET/FOLDER/ pytest tests/test_store.py      the same on an empty folder of another store, by hand
+TWINAX_STORE=s3://BUCKET/FOLDER/ pytest tests/test_store.py      the same on an empty folder of another store, by hand
 """
 
 import itertools
