@@ -37,7 +37,7 @@ from rl.sessions import Session
 
 SIZES = {
     "full": {"context": 10240, "slots": 32, "conversations": 12, "turns": 10, "sampled": 16, "sessions": 200},
-    "small": {"context": 6144, "slots": 8, "conversations": 2, "turns": 3, "sampled": 4, "sessions": 12},
+    "small": {"context": 7168, "slots": 8, "conversations": 2, "turns": 3, "sampled": 4, "sessions": 12},
 }
 SECRET = re.compile("secret-[0-9]+-")
 WORDS = ("the", "model", "reads", "files", "and", "runs", "what", "has", "been", "written", "until", "tests", "pass", "again")
