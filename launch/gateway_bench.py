@@ -1,7 +1,7 @@
 """`launch.bench gateway`: what the gateway costs over the bare engine, and whether it keeps conversations apart and whole.
 
 A tiny random model on the real engine, as the gateway's work does not depend on the model's; the gateway in a thread, clients
-of Chat Completions over sockets in the same process. Histories are 10 turns with 6 tools, of 4,000 to 8,000 tokens.
+of Chat Completions over sockets in the same process. Histories are 10 turns with 6 tools, of 5,500 to 8,400 tokens.
 
     added_ms_p50     median over requests of the time over HTTP (a stream, from the request to its end) less the time in the
                      bare engine, in process, token ids in and out: the same requests, in turn, one at a time, on an engine of
